@@ -1,0 +1,86 @@
+"""What the surroundings say: the only reader of environment variables and of the machine's size."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from quire.errors import RequestError
+
+_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
+_UNITS |= {"ki": 1024, "mi": 1024**2, "gi": 1024**3, "ti": 1024**4}
+_MARGIN = 512 * 1024**2
+
+
+@dataclass(frozen=True)
+class LoadConfig:
+    """How to load a model; the arguments of `quire.load`."""
+
+    n_ctx: int | None = None
+    threads: int | None = None
+    device: str = "auto"
+    n_gpu_layers: int | Literal["auto"] = "auto"
+    memory_budget: int | str | None = None
+    kv_cache_tokens: int | None = None
+    kv_cache_demand_paged: bool = True
+    page_tokens: int = 16
+    type_k: str = "f16"
+    type_v: str = "f16"
+    swa_full: bool = False
+    moe_n_expert: int | None = None
+    n_layer_exit: int | None = None
+    activations: Literal["int8", "f32"] = "int8"
+
+    def __post_init__(self) -> None:
+        for name in ("n_ctx", "threads", "kv_cache_tokens"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise RequestError(f"{name} must be a whole number above 0, not {value!r}")
+        if self.device not in ("auto", "cpu"):
+            raise RequestError(f"device {self.device!r} is not there; this build runs on 'cpu'")
+        if self.n_gpu_layers not in ("auto", 0):
+            raise RequestError(f"n_gpu_layers is {self.n_gpu_layers!r}, but no GPU is used; pass 0")
+        if self.activations not in ("int8", "f32"):
+            raise RequestError(f"activations must be 'int8' or 'f32', not {self.activations!r}")
+        if self.page_tokens < 16 or self.page_tokens % 16:
+            raise RequestError(f"page_tokens must be a multiple of 16, not {self.page_tokens}")
+
+    def budget_bytes(self) -> int:
+        """The byte budget: what was asked for, or what is free less a margin."""
+        if self.memory_budget is None:
+            return max(available_memory() - _MARGIN, _MARGIN)
+        return parse_bytes(self.memory_budget)
+
+    def thread_count(self) -> int:
+        """How many threads compute: what was asked for, or one per usable core."""
+        return self.threads or len(os.sched_getaffinity(0))
+
+
+def parse_bytes(size: int | str) -> int:
+    """Bytes from a number or a text such as "4GiB" or "500MB"."""
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", str(size).lower())
+    if not match or match[2] not in _UNITS or float(match[1]) <= 0:
+        raise RequestError(f"a size is a number of bytes or a text such as '4GiB', not {size!r}")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def available_memory() -> int:
+    """Bytes that programs may still take without pushing others out."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def cache_folder() -> Path:
+    """Where fetched models are kept."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "quire"

@@ -1,0 +1,88 @@
+"""Every error a user can meet, as one tree.
+
+    QuireError
+    ├── FileError            a file is damaged, hostile or of an unknown format
+    │   ├── GGUFError
+    │   └── SessionFileError
+    ├── ModelError           the file is sound, but not a model that can run here
+    ├── TokenizerError       a vocabulary that cannot be used, or text that cannot be encoded
+    ├── TemplateError        a chat template that is missing, wrong or exceeds its limit
+    ├── RequestError         what was asked for is not possible: the caller can change it
+    │   └── ContextError     the prompt and its answer do not fit the context
+    ├── OutOfMemory         bytes or pages ran out
+    │   ├── BudgetError      the byte budget cannot hold it
+    │   └── PagesError       no page is free
+    └── FetchError           a model could not be fetched
+
+A message names the thing, what it needs, what there is, and what to do.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BudgetError",
+    "ContextError",
+    "FetchError",
+    "FileError",
+    "GGUFError",
+    "ModelError",
+    "OutOfMemory",
+    "PagesError",
+    "QuireError",
+    "RequestError",
+    "SessionFileError",
+    "TemplateError",
+    "TokenizerError",
+]
+
+
+class QuireError(Exception):
+    """Base of every error that Quire raises on purpose."""
+
+
+class FileError(QuireError):
+    """A file is damaged, hostile or of an unknown format."""
+
+
+class GGUFError(FileError):
+    """A GGUF file breaks the format; the message names the file, the field and the value."""
+
+
+class SessionFileError(FileError):
+    """A session file is damaged or belongs to another model or layout."""
+
+
+class ModelError(QuireError):
+    """A sound file that is not a model Quire can run."""
+
+
+class TokenizerError(QuireError):
+    """A vocabulary that cannot be used, or token ids outside it."""
+
+
+class TemplateError(QuireError):
+    """A chat template that is missing, wrong or exceeds its limit."""
+
+
+class RequestError(QuireError):
+    """The caller asked for something impossible and can change it."""
+
+
+class ContextError(RequestError):
+    """The prompt and its answer do not fit the context."""
+
+
+class OutOfMemory(QuireError):
+    """Bytes or pages ran out."""
+
+
+class BudgetError(OutOfMemory):
+    """The byte budget cannot hold what was asked for."""
+
+
+class PagesError(OutOfMemory):
+    """No page is free."""
+
+
+class FetchError(QuireError):
+    """A model could not be fetched."""
