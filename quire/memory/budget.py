@@ -1,0 +1,64 @@
+"""One limit in bytes for everything on a device."""
+
+from __future__ import annotations
+
+from threading import Lock
+
+from quire.errors import BudgetError, RequestError
+
+
+class Budget:
+    """Who holds how many of a device's bytes. Nothing is allocated here, only accounted for."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        if limit_bytes < 1:
+            raise RequestError(f"a memory budget must be at least 1 byte, not {limit_bytes}")
+        self.limit = limit_bytes
+        self._used = 0
+        self._by_use: dict[str, int] = {}
+        self._lock = Lock()
+
+    @property
+    def used(self) -> int:
+        """Bytes held by all uses together."""
+        return self._used
+
+    @property
+    def free(self) -> int:
+        """Bytes that can still be reserved."""
+        return self.limit - self._used
+
+    @property
+    def breakdown(self) -> dict[str, int]:
+        """Bytes by use; uses that hold nothing are left out."""
+        with self._lock:
+            return dict(self._by_use)
+
+    def reserve(self, n_bytes: int, what: str) -> None:
+        """Counts bytes as held by a use, or raises BudgetError and changes nothing."""
+        assert n_bytes >= 0
+        with self._lock:
+            if n_bytes > self.limit - self._used:
+                raise BudgetError(self._refusal(n_bytes, what))
+            if n_bytes:
+                self._used += n_bytes
+                self._by_use[what] = self._by_use.get(what, 0) + n_bytes
+
+    def release(self, n_bytes: int, what: str) -> None:
+        """Gives bytes of a use back."""
+        with self._lock:
+            left = self._by_use.get(what, 0) - n_bytes
+            assert n_bytes >= 0 and left >= 0, f"{what} gives back more than it holds"
+            self._used -= n_bytes
+            if left:
+                self._by_use[what] = left
+            else:
+                self._by_use.pop(what, None)
+
+    def _refusal(self, n_bytes: int, what: str) -> str:
+        held = ", ".join(f"{use} {size:,}" for use, size in sorted(self._by_use.items()))
+        return (
+            f"{what} needs {n_bytes:,} more bytes; {self.free:,} of the {self.limit:,} bytes "
+            f"of the budget are free (held: {held or 'nothing'}); free sequences or checkpoints, "
+            "or raise memory_budget"
+        )

@@ -1,0 +1,57 @@
+"""Where the bytes of a pool are, in numbers that add up."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import numpy as np
+
+from quire.memory.checkpoint import Checkpoint
+from quire.memory.interface import GroupStats
+from quire.memory.layout import AttentionLayout
+from quire.memory.pool import PagePool
+from quire.memory.table import HOLE, Table
+
+
+def breakdown(
+    pool: PagePool, tables: Collection[Table], checkpoints: Mapping[str, Checkpoint], n_aside: int
+) -> dict[str, int]:
+    """Committed bytes by what keeps them: a checkpoint counts for what only it keeps alive."""
+    by_sequence = np.zeros(pool.max_pages, bool)
+    for table in tables:
+        by_sequence[table.pages] = True
+    n_sequences = int(by_sequence.sum())
+    pages = {"sequences": n_sequences, "set aside": n_aside}
+    for name, checkpoint in checkpoints.items():
+        ids = checkpoint.table.pages
+        pages[f"checkpoint {name}"] = int(((pool.refs[ids] == 1) & ~by_sequence[ids]).sum())
+    pages["several checkpoints"] = pool.used - sum(pages.values())
+    parts = {part: n * pool.page_bytes for part, n in pages.items()}
+    kept = "idle" if pool.backing.gives_back else "idle, kept until the pool closes"
+    parts[f"rounding and {kept}"] = pool.committed - pool.used * pool.page_bytes
+    return parts
+
+
+def group_stats(layout: AttentionLayout, pool: PagePool, held: Collection[Table]) -> GroupStats:
+    """Figures of a group, given every table that holds pages of it."""
+    top = int(pool.live_pages.max(initial=-1)) + 1
+    visible = np.zeros((top, layout.page_tokens), bool)
+    for table in held:
+        visible[table.pages] |= table.by_page(table.position_array() != HOLE)
+    tokens = int(visible.sum())
+    room = pool.budget.free + pool.committed - pool.used * layout.page_bytes
+    held_bytes, used_bytes = pool.used * layout.page_bytes, tokens * layout.bytes_per_token
+    return GroupStats(
+        pages_used=pool.used,
+        pages_free=min(pool.max_pages - pool.used, room // layout.page_bytes),
+        pages_shared=int((pool.refs > 1).sum()),
+        tokens_used=tokens,
+        tokens_held=pool.used * layout.page_tokens,
+        bytes_per_token=layout.bytes_per_token,
+        bytes_used=used_bytes,
+        bytes_held=held_bytes,
+        bytes_wasted=held_bytes - used_bytes,
+        waste_percent=100.0 * (held_bytes - used_bytes) / max(held_bytes, 1),
+        bytes_unshared=sum(table.n_pages for table in held) * layout.page_bytes,
+        bytes_committed=pool.committed,
+    )

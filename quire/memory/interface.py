@@ -1,0 +1,305 @@
+"""The one interface of every kind of memory, and what travels through it.
+
+The method names are those of llama.cpp's `llama_memory_i`. Ranges of positions are half open;
+a negative start means 0 and a negative end means "to the end".
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from types import TracebackType
+from typing import NamedTuple, Self, TypedDict
+
+from quire.memory.layout import AttentionLayout, Int32
+
+
+class Status(Enum):
+    """How preparing or applying a context went."""
+
+    SUCCESS = "success"
+    NO_UPDATE = "no update"
+    FAILED_PREPARE = "failed prepare"
+    FAILED_COMPUTE = "failed compute"
+
+    @property
+    def is_fail(self) -> bool:
+        """Whether the context cannot be used."""
+        return self in (Status.FAILED_PREPARE, Status.FAILED_COMPUTE)
+
+
+def status_combine(a: Status, b: Status) -> Status:
+    """The status of two parts together: the first failure, else whether either has work."""
+    for status in (a, b):
+        if status.is_fail:
+            return status
+    return a if a is Status.SUCCESS else b
+
+
+class SeqTokens(NamedTuple):
+    """New tokens for the end of a sequence; their positions follow from what it holds."""
+
+    seq: int
+    tokens: Int32
+
+
+@dataclass(slots=True)
+class PageView:
+    """One group's memory as the kernels of one micro-batch see it; valid until the next one.
+
+    Row s belongs to the micro-batch's s-th sequence. Its slot i lies in page
+    `tables[s, i // page_tokens]`; entries behind its last page are -1.
+    """
+
+    address: int
+    page_bytes: int
+    page_tokens: int
+    layout: AttentionLayout
+    tables: Int32
+    """[n_seqs, max_pages] page ids."""
+    first: Int32
+    """[n_seqs] position of slot 0, where slot_positions does not say otherwise."""
+    length: Int32
+    """[n_seqs] slots, the new tokens' included."""
+    slots: Int32
+    """[n_tokens] page * page_tokens + slot in the page, where each new token goes."""
+    slot_positions: Int32 | None
+    """[n_seqs, max_slots] position by slot, -1 for none; None while all slots count up."""
+
+    @property
+    def offsets(self) -> tuple[tuple[int, int], ...]:
+        """Offsets of K and V in a page for each layer of the group that stores them."""
+        return self.layout.offsets
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """Tokens that are computed together, and the memory they read and write."""
+
+    tokens: Int32
+    positions: Int32
+    seq_rows: Int32
+    """The row in `seqs`, and in every view, that each token belongs to."""
+    seqs: list[int]
+    views: dict[str, PageView]
+
+
+class GroupStats(TypedDict):
+    """Figures of one group. Sharing never makes a token smaller, so each is a number of its own."""
+
+    pages_used: int
+    pages_free: int
+    """Pages that could be taken now; the budget may allow fewer than the pool has."""
+    pages_shared: int
+    """Pages with two holders or more."""
+    tokens_used: int
+    """Slots that hold a token somebody can see."""
+    tokens_held: int
+    """Slots of all pages in use."""
+    bytes_per_token: int
+    bytes_used: int
+    bytes_held: int
+    bytes_wasted: int
+    """Bytes held for no token."""
+    waste_percent: float
+    bytes_unshared: int
+    """What would be held if every holder had its own copy."""
+    bytes_committed: int
+    """What the pool takes from the budget."""
+
+
+class MemoryContext(ABC):
+    """Work that is prepared: `apply` does it, one micro-batch at a time; `next` moves on.
+
+    A context holds the pages it will need until it is applied or closed, and no other operation
+    may change the memory meanwhile. Use it in a `with` block, or walk it to the end.
+    """
+
+    status: Status
+    error: Exception | None = None
+    """Why `status` is a failure."""
+
+    @property
+    @abstractmethod
+    def ubatch(self) -> MicroBatch:
+        """The micro-batch that was applied last."""
+
+    @abstractmethod
+    def apply(self) -> None:
+        """Does this part of the work; the only thing that changes what memory holds."""
+
+    @abstractmethod
+    def next(self) -> bool:
+        """Moves on to the next part; False when there is none."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives back what was set aside and not applied."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        self.close()
+
+
+class Lease(ABC):
+    """What one step has reserved: committed once, or everything back when the block is left."""
+
+    ubatch: MicroBatch
+
+    @property
+    def tokens(self) -> Int32:
+        """The new tokens of all sequences, one after the other."""
+        return self.ubatch.tokens
+
+    @property
+    def positions(self) -> Int32:
+        """The position of each new token."""
+        return self.ubatch.positions
+
+    @property
+    def seq_rows(self) -> Int32:
+        """The row in `seqs`, and in every view, that each token belongs to."""
+        return self.ubatch.seq_rows
+
+    @property
+    def seqs(self) -> list[int]:
+        """The sequences, row by row."""
+        return self.ubatch.seqs
+
+    @property
+    def views(self) -> dict[str, PageView]:
+        """Each group's memory for the kernels."""
+        return self.ubatch.views
+
+    @abstractmethod
+    def commit(self, accepted: Mapping[int, int]) -> None:
+        """Keeps the first `accepted[seq]` new tokens of each sequence and drops the rest."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Makes everything as it was; does nothing after `commit`."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        self.abort()
+
+
+class Memory(ABC):
+    """What all kinds of memory can do."""
+
+    can_shift: bool
+    """Whether `seq_add` and `seq_div` are possible."""
+
+    @property
+    @abstractmethod
+    def layers(self) -> tuple[int, ...]:
+        """Layers of the model that read this memory."""
+
+    @abstractmethod
+    def fits(self, counts: Iterable[tuple[int, int]]) -> bool:
+        """Whether (sequence, number of new tokens), all together, could be reserved now."""
+
+    @abstractmethod
+    def reserve(self, entries: Sequence[SeqTokens]) -> Lease:
+        """Room for one step, or PagesError/BudgetError and nothing changed."""
+
+    @abstractmethod
+    def init_batch(
+        self, batch: Sequence[SeqTokens], n_ubatch: int, embd_all: bool = False
+    ) -> MemoryContext:
+        """Micro-batches of at most n_ubatch tokens, with room set aside for all of them.
+
+        `embd_all` (every token's output is wanted) is for kinds that split differently then.
+        """
+
+    @abstractmethod
+    def init_full(self) -> MemoryContext:
+        """A context that pretends one sequence holds every page; applying it changes nothing."""
+
+    @abstractmethod
+    def init_update(self, optimize: bool = False) -> MemoryContext:
+        """Pending work: rotating K that moved; with `optimize`, closing holes as well."""
+
+    @abstractmethod
+    def clear(self, data: bool) -> None:
+        """Forgets all sequences and checkpoints; `data` also wipes bytes that stay committed."""
+
+    @abstractmethod
+    def seq_new(self) -> int:
+        """The lowest sequence id nobody uses, now in use."""
+
+    @abstractmethod
+    def seq_free(self, seq: int) -> None:
+        """Removes a sequence and frees its id."""
+
+    @abstractmethod
+    def seq_rm(self, seq: int, p0: int, p1: int) -> bool:
+        """Removes positions (seq < 0: of every sequence); False, and no change, if it cannot."""
+
+    @abstractmethod
+    def seq_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
+        """Shares positions of one sequence with another, which must not hold any of them."""
+
+    @abstractmethod
+    def seq_keep(self, seq: int) -> None:
+        """Empties every other sequence."""
+
+    @abstractmethod
+    def seq_add(self, seq: int, p0: int, p1: int, delta: int) -> None:
+        """Moves positions by delta; K is rotated by the next `init_update`."""
+
+    @abstractmethod
+    def seq_div(self, seq: int, p0: int, p1: int, divisor: int) -> None:
+        """Divides positions, rounding down; K is rotated by the next `init_update`."""
+
+    @abstractmethod
+    def seq_pos_min(self, seq: int) -> int:
+        """The smallest position a sequence holds, -1 when it is empty."""
+
+    @abstractmethod
+    def seq_pos_max(self, seq: int) -> int:
+        """The largest position a sequence holds, -1 when it is empty."""
+
+    @abstractmethod
+    def checkpoint_supported(self) -> bool:
+        """Whether checkpoints can be taken."""
+
+    @abstractmethod
+    def checkpoint_save(self, seq: int, name: str | None = None) -> str:
+        """Keeps a sequence as it is now under a name (made up if None); moves no bytes."""
+
+    @abstractmethod
+    def checkpoint_restore(self, seq: int, name: str) -> None:
+        """Makes a sequence what the checkpoint holds; the checkpoint stays."""
+
+    @abstractmethod
+    def checkpoint_delete(self, name: str) -> None:
+        """Forgets a checkpoint and frees what nobody else holds."""
+
+    @abstractmethod
+    def memory_breakdown(self) -> dict[str, dict[str, int]]:
+        """Committed bytes by device and use; they add up to what is really held."""
+
+    @abstractmethod
+    def stats(self) -> dict[str, GroupStats]:
+        """Figures by group."""
+
+    @abstractmethod
+    def audit(self) -> None:
+        """Raises AuditError with every conservation law that does not hold."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives everything back; the memory is of no use afterwards."""

@@ -1,0 +1,228 @@
+"""Pages of one size: handed out lowest first, counted, shared, and given back to the system."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.errors import PagesError
+from quire.memory.backing import OS_PAGE, HostBacking
+from quire.memory.budget import Budget
+from quire.memory.layout import Int32
+
+POISON = 0xFF
+"""Fills pages nobody may read: NaN in f32, f16, bf16 and in the scales of q8_0 and q4_0."""
+
+
+class PagePool:
+    """The pages of one group: which are free, who counts as a holder, who may write where.
+
+    A page is *live* while refs > 0. A page that is free but still backed is idle, and `trim`
+    gives its bytes back; every operation of a memory that frees pages ends with `trim`.
+
+    `frozen` and `appender` speak of pages with two holders or more: the slots below `frozen` are
+    visible to others than the appender, and only the appender writes, from slot `frozen` on.
+    A page with a single holder is that holder's to write, whatever these two say.
+    """
+
+    def __init__(
+        self, name: str, page_bytes: int, max_pages: int, budget: Budget,
+        demand_paged: bool = True, poison: bool = False,
+    ) -> None:  # fmt: skip
+        assert page_bytes > 0 and max_pages > 0
+        self.name = name
+        self.page_bytes = page_bytes
+        self.max_pages = max_pages
+        self.budget = budget
+        self.use = f"pages of {name}"
+        self.backing = HostBacking(self.use, page_bytes, max_pages, budget, demand_paged)
+        self.address: int = self.backing.bytes.ctypes.data
+        self.refs: Int32 = np.zeros(max_pages, np.int32)
+        self.frozen: Int32 = np.zeros(max_pages, np.int32)
+        self.appender: Int32 = np.zeros(max_pages, np.int32)
+        self.used = 0
+        self._poison = poison
+        self._refs = self.refs.data  # the same integers, read and written one by one faster
+        self._live = bytearray(max_pages)
+        self._live_array = np.frombuffer(self._live, np.uint8)
+        self._cursor = 0  # no page below is free
+        self._idle_from, self._idle_to = max_pages, 0  # idle pages lie in between
+
+    @property
+    def committed(self) -> int:
+        """Bytes the pool takes from the budget: those of the system's pages under its pages."""
+        return self.backing.committed
+
+    @property
+    def live_pages(self) -> NDArray[np.intp]:
+        """Ids of the pages that somebody holds."""
+        return np.flatnonzero(self._live_array)
+
+    # -- taking ---------------------------------------------------------------------------------
+
+    def allocate(self, n: int) -> Int32:
+        """The n lowest free pages, each with one reference; or an error and nothing changed."""
+        if n == 1:
+            return np.array([self.allocate_one()], np.int32)
+        if n == 0:
+            return np.empty(0, np.int32)
+        ids = self._lowest_free(n)
+        fresh = self.backing.unbacked(ids)
+        self.backing.back(fresh)
+        if self._poison:
+            self._fill_with_poison(fresh)
+        self._live_array[ids] = 1
+        self.refs[ids] = 1
+        self.frozen[ids] = 0
+        self.used += n
+        self._cursor = int(ids[-1]) + 1
+        return ids
+
+    def allocate_one(self) -> int:
+        """The lowest free page, with one reference."""
+        page = self._live.find(0, self._cursor)
+        if page < 0:
+            raise PagesError(self._refusal(1))
+        if not self.backing.backed[page]:
+            self.backing.back_one(page)
+            if self._poison:
+                self._fill_with_poison([page])
+        self._live[page] = 1
+        self._refs[page] = 1
+        self.frozen[page] = 0
+        self.used += 1
+        self._cursor = page + 1
+        return page
+
+    def fits(self, n: int) -> bool:
+        """Whether `allocate(n)` would succeed now."""
+        if n > self.max_pages - self.used:
+            return False
+        if n * (self.page_bytes + 2 * OS_PAGE) <= self.budget.free:
+            return True
+        fresh = self.backing.unbacked(self._lowest_free(n))
+        return self.backing.price(fresh) <= self.budget.free
+
+    def _lowest_free(self, n: int) -> Int32:
+        if n > self.max_pages - self.used:
+            raise PagesError(self._refusal(n))
+        start, window, found = self._cursor, max(2 * n, 1024), np.empty(0, np.int32)
+        while len(found) < n:
+            more = np.flatnonzero(self._live_array[start : start + window] == 0)[: n - len(found)]
+            found = np.concatenate([found, (more + start).astype(np.int32)])
+            start, window = start + window, 2 * window
+        return found
+
+    def _refusal(self, n: int) -> str:
+        return (
+            f"{n} more {self.use} needed, {self.max_pages - self.used} of {self.max_pages} are "
+            "free; free sequences or checkpoints, or raise kv_cache_tokens or memory_budget"
+        )
+
+    # -- sharing --------------------------------------------------------------------------------
+
+    def retain(self, ids: Int32) -> None:
+        """One more reference to each of these distinct pages."""
+        at = ids.astype(np.intp)
+        counts = self.refs[at]
+        assert counts.all(), "a free page cannot be retained"
+        self.refs[at] = counts + 1
+
+    def share(self, ids: Int32, seen: Int32, appender: int) -> None:
+        """Retains pages for a holder that sees the first `seen` slots of each.
+
+        Pages that had a single holder get an appender: the one of the two that goes on writing.
+        """
+        if len(ids) == 0:
+            return
+        at = ids.astype(np.intp)  # NumPy's own index type makes each access several times faster
+        counts = self.refs[at]
+        assert counts.all(), "a free page cannot be shared"
+        alone = counts == 1
+        self.frozen[at] = np.where(alone, seen, np.maximum(self.frozen[at], seen))
+        self.appender[at[alone]] = appender
+        self.refs[at] = counts + 1
+
+    def may_append(self, page: int, slot: int, holder: int) -> bool:
+        """Whether this holder may write the slots from `slot` on: nobody else sees them."""
+        return self._refs[page] == 1 or bool(
+            self.appender[page] == holder and slot >= self.frozen[page]
+        )
+
+    # -- giving back ----------------------------------------------------------------------------
+
+    def release(self, ids: Int32) -> None:
+        """One reference less to each of these distinct pages; those without any are free."""
+        if len(ids) == 0:
+            return
+        at = ids.astype(np.intp)
+        counts = self.refs[at] - 1
+        assert counts.min() >= 0, "a free page cannot be released"
+        self.refs[at] = counts
+        dead = at[counts == 0]
+        if len(dead) == 0:
+            return
+        self._live_array[dead] = 0
+        self.used -= len(dead)
+        self._note_idle(int(dead.min()), int(dead.max()))
+        if self._poison:
+            self._fill_with_poison(dead)
+
+    def release_one(self, page: int) -> None:
+        """One reference less to a page."""
+        count = self._refs[page]
+        assert count > 0, "a free page cannot be released"
+        self._refs[page] = count - 1
+        if count > 1:
+            return
+        self._live[page] = 0
+        self.used -= 1
+        self._note_idle(page, page)
+        if self._poison:
+            self._fill_with_poison([page])
+
+    def trim(self) -> None:
+        """Gives the bytes of idle pages back to the system and to the budget."""
+        if self.backing.count == self.used or not self.backing.gives_back:
+            return
+        start, stop = self._idle_from, self._idle_to
+        backed = np.frombuffer(self.backing.backed, np.uint8)[start:stop]
+        self.backing.give_back(np.flatnonzero(backed > self._live_array[start:stop]) + start)
+        self._idle_from, self._idle_to = self.max_pages, 0
+
+    def close(self) -> None:
+        """Gives everything back; no page may be in use, and the pool is of no use afterwards."""
+        assert self.used == 0, f"{self.used} {self.use} are still referenced"
+        self.backing.close()
+
+    def _note_idle(self, low: int, high: int) -> None:
+        if low < self._cursor:
+            self._cursor = low
+        if low < self._idle_from:
+            self._idle_from = low
+        if high >= self._idle_to:
+            self._idle_to = high + 1
+
+    # -- bytes ----------------------------------------------------------------------------------
+
+    def view(self, page: int) -> NDArray[np.uint8]:
+        """The bytes of a page."""
+        assert 0 <= page < self.max_pages
+        return self.backing.bytes[page * self.page_bytes : (page + 1) * self.page_bytes]
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copies all bytes of a page."""
+        self.view(target)[:] = self.view(source)
+
+    def wipe(self) -> None:
+        """Zeroes all bytes that the pool still has from the system."""
+        for page in np.flatnonzero(np.frombuffer(self.backing.backed, np.uint8)):
+            self.view(int(page))[:] = 0
+
+    def page_address(self, page: int) -> int:
+        """Where in memory a page starts."""
+        return self.address + page * self.page_bytes
+
+    def _fill_with_poison(self, pages: Int32 | NDArray[np.intp] | list[int]) -> None:
+        for page in pages:
+            self.view(int(page))[:] = POISON
