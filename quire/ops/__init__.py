@@ -1,0 +1,104 @@
+"""The operations a model is made of, as one table that each device implements.
+
+Models see arrays and matrices as opaque handles of their device and pass them from one operation
+to the next, so the same model file runs on every device. `reference.py` says in NumPy what each
+operation means; `cpu.py` runs it in C++.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = Any
+"""A float32 matrix [rows, cols] on the device."""
+Matrix = Any
+"""A weight [rows, cols] in the device's own tile format."""
+Pages = Any
+"""One group's pages as the kernels of a step see them."""
+Part = tuple[int, int, int, NDArray[np.uint8]]
+"""Rows of a matrix as the file has them: ggml type number, rows, cols, bytes."""
+
+SILU_MUL = 1
+"""`act` of linear: x is [gate | up] and silu(gate) * up is what is multiplied."""
+GELU_MUL = 2
+"""The same with gelu (tanh approximation)."""
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding of the first `n_rot` dimensions; `neox` pairs i with i + n_rot/2."""
+
+    n_rot: int
+    freqs: NDArray[np.float64]
+    neox: bool
+    mscale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The shape of one layer's attention."""
+
+    n_heads: int
+    n_kv_heads: int
+    head_dim_k: int
+    head_dim_v: int
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """Where one layer's K and V lie in the pages of this step."""
+
+    pages: Pages
+    k_offset: int
+    v_offset: int
+
+
+class Ops(Protocol):
+    """What a device can do."""
+
+    @property
+    def name(self) -> str:
+        """The device and its instruction set, for people."""
+
+    def pack(self, parts: Sequence[Part]) -> Matrix:
+        """One matrix from parts stacked along rows, in the device's tile format."""
+
+    def vector(self, values: NDArray[np.float32]) -> Array:
+        """A one-row array from host values."""
+
+    def numpy(self, x: Array) -> NDArray[np.float32]:
+        """The array's values on the host, valid while it lives."""
+
+    def embed(self, table: Matrix, ids: NDArray[np.int32]) -> Array:
+        """Rows of a matrix by id."""
+
+    def linear(
+        self,
+        x: Array,
+        w: Matrix,
+        norm: Array | None = None,
+        eps: float = 0.0,
+        act: int = 0,
+        bias: Array | None = None,
+        into: Array | None = None,
+    ) -> Array:
+        """w · prologue(x) + bias; added to `into` and returned when that is given."""
+
+    def take_rows(self, x: Array, rows: NDArray[np.int32]) -> Array:
+        """Some rows of x."""
+
+    def rope_table(self, rope: Any, positions: NDArray[np.int32]) -> Array:
+        """Cosines and sines for each position, shared by the layers of a step."""
+
+    def attention(
+        self, qkv: Array, heads: Any, pages: Pages, rope: Array, k_offset: int, v_offset: int
+    ) -> Array:
+        """Rotates q and k, stores k and v in their pages and attends; qkv is used up."""

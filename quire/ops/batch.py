@@ -1,0 +1,30 @@
+"""What a model is given in one step, on whatever device it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.ops import Pages
+
+
+@dataclass(frozen=True)
+class GroupPages:
+    """One group's memory in this step: its pages, and where in a page each layer's parts lie."""
+
+    pages: Pages
+    offsets: tuple[tuple[int, int], ...]
+    """Offsets of K and V for each layer of the group, in the group's order."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tokens of one or more sequences, row by row, and the memory they read and write."""
+
+    tokens: NDArray[np.int32]
+    positions: NDArray[np.int32]
+    logit_rows: NDArray[np.int32]
+    """Rows whose logits are wanted."""
+    groups: dict[str, GroupPages]

@@ -1,0 +1,76 @@
+"""The CPU's operations: a thin table over the C++ extension."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.ops import Array, Heads, Matrix, Pages, Part, Rope, _cpu
+
+
+class CpuOps:
+    """Operations on the CPU, with their own persistent threads.
+
+    `exact=True` keeps activations in float32 instead of int8. Hot operations are the extension's
+    own bound methods, so that a call costs no Python frame.
+    """
+
+    def __init__(self, threads: int, exact: bool = False, isa: str = "auto") -> None:
+        self.cpu = cpu = _cpu.Cpu(threads, isa, exact)
+        self.embed = cpu.embed
+        self.linear = cpu.linear
+        self.take_rows = cpu.take_rows
+        self.rope_table = cpu.rope_table
+        self.attention = cpu.attention
+        self.sample = cpu.sample
+        self.argmax = cpu.argmax
+        self.logprobs = cpu.logprobs
+
+    @property
+    def name(self) -> str:
+        """The device and its instruction set, for people."""
+        return f"cpu ({self.cpu.isa}, {self.cpu.threads} threads)"
+
+    def pack(self, parts: Sequence[Part]) -> Matrix:
+        """One matrix from parts stacked along rows, in the tiles of this instruction set."""
+        return self.cpu.pack(list(parts))
+
+    def vector(self, values: NDArray[np.float32]) -> Array:
+        """A one-row array from host values."""
+        return self.cpu.array(np.ascontiguousarray(values, np.float32).reshape(1, -1))
+
+    def numpy(self, x: Array) -> NDArray[np.float32]:
+        """The array's values, without a copy."""
+        view: NDArray[np.float32] = x.numpy()
+        return view
+
+    def rope(self, rope: Rope) -> Any:
+        """The handle of a rotary embedding."""
+        return _cpu.Rope(rope.n_rot, rope.freqs, rope.neox, rope.mscale)
+
+    def array(self, values: NDArray[np.float32]) -> Array:
+        """An array from host values: a matrix, or one row."""
+        return self.cpu.array(np.ascontiguousarray(np.atleast_2d(values), np.float32))
+
+    def sampler(self, *settings: Any) -> Any:
+        """A sampler for one generation; it counts the tokens that penalties are about."""
+        return _cpu.Sampler(*settings)
+
+    def pages(self, view: Any, positions: NDArray[np.int32], seq_rows: NDArray[np.int32]) -> Pages:
+        """One group's pages as the kernels of a step see them."""
+        return _cpu.Pages(
+            view.address, view.page_bytes, view.page_tokens, view.tables, view.first, view.length,
+            view.slots, positions, seq_rows, view.slot_positions,
+        )  # fmt: skip
+
+    def heads(
+        self, heads: Heads, type_k: str, type_v: str, q_norm: Array, k_norm: Array, eps: float
+    ) -> Any:
+        """The handle of a layer's attention; the norms are per head and may be None."""
+        return _cpu.AttentionSpec(
+            heads.n_heads, heads.n_kv_heads, heads.head_dim_k, heads.head_dim_v, type_k, type_v,
+            heads.scale, heads.window, heads.softcap, q_norm, k_norm, eps,
+        )  # fmt: skip

@@ -1,0 +1,457 @@
+// Attention kernels for one instruction set (see attention.h for the layout and the order of sums).
+#include "attention.h"
+
+#include "kv.h"
+#include "simd.h"
+
+namespace quire::QUIRE_ISA {
+namespace {
+
+constexpr int TILE_TOKENS = 64;  // tokens of a tile, at most
+constexpr int STAGE_ROWS = 8;    // from here on converting keys and values once pays for all rows
+constexpr float MINUS_INFINITY = -__builtin_inff();
+
+// ---- one head's vector: norm and rotation ----
+
+inline void rms_norm(float* x, const float* weight, int n, float eps) {
+    vf squares = zero();
+    float sum = 0.0f;
+    int d = 0;
+    for (; d + LANES <= n; d += LANES) squares = fma(load(x + d), load(x + d), squares);
+    for (; d < n; d++) sum += x[d] * x[d];
+    sum += reduce_add(squares);
+    const float scale = 1.0f / __builtin_sqrtf(sum / float(n) + eps);
+    for (d = 0; d < n; d++) x[d] = x[d] * scale * weight[d];
+}
+
+inline void rotate(float* x, const float* cosines, int n_rot, bool neox) {
+    const int half = n_rot / 2;
+    const float* sines = cosines + half;
+    if (!neox) {
+        for (int i = 0; i < half; i++) {
+            const float a = x[2 * i], b = x[2 * i + 1];
+            x[2 * i] = a * cosines[i] - b * sines[i];
+            x[2 * i + 1] = a * sines[i] + b * cosines[i];
+        }
+        return;
+    }
+    for (int i = 0; i < half; i++) {
+        const float a = x[i], b = x[i + half];
+        x[i] = a * cosines[i] - b * sines[i];
+        x[i + half] = a * sines[i] + b * cosines[i];
+    }
+}
+
+inline void prepare_heads(float* x, int heads, int dims, const float* norm, float eps,
+                          const RopeView& rope, int64_t token) {
+    for (int h = 0; h < heads; h++, x += dims) {
+        if (norm) rms_norm(x, norm, dims, eps);
+        if (rope.table) rotate(x, rope.table + token * rope.n_rot, rope.n_rot, rope.neox);
+    }
+}
+
+void prepare(const AttentionShape& s, const PageView& pages, const RopeView& rope, float* q, float* k,
+             float* v, int64_t stride, int64_t begin, int64_t end, int64_t k_offset, int64_t v_offset) {
+    for (int64_t i = begin; i < end; i++) {
+        prepare_heads(q + i * stride, s.n_heads, s.dk, s.q_norm, s.eps, rope, i);
+        if (!k) continue;
+        float* key = k + i * stride;
+        prepare_heads(key, s.n_kv_heads, s.dk, s.k_norm, s.eps, rope, i);
+        const int slot = pages.slots[i] % pages.page_tokens;
+        char* page = pages.address + pages.slots[i] / pages.page_tokens * pages.page_bytes;
+        for (int h = 0; h < s.n_kv_heads; h++) {
+            char* part = page + k_offset + h * pages.page_tokens * row_bytes(s.type_k, s.dk);
+            store_key(s.type_k, part, s.dk, slot, key + h * s.dk, s.dk);
+            part = page + v_offset + h * pages.page_tokens * row_bytes(s.type_v, s.dv);
+            store_value(s.type_v, part, s.dv, pages.page_tokens, slot, v + i * stride + h * s.dv);
+        }
+    }
+}
+
+void rotate_part(const AttentionShape& s, const RopeView& rope, char* part, int page_tokens,
+                 const bool* skip) {
+    float keys[1024 * BLOCK], x[1024];
+    for (int h = 0; h < s.n_kv_heads; h++, part += page_tokens * row_bytes(s.type_k, s.dk)) {
+        for (int t = 0; t < page_tokens; t++) {
+            if (t % BLOCK == 0) load_keys(s.type_k, key_block(part, s.type_k, s.dk, t), s.dk, keys);
+            if (skip[t]) continue;
+            for (int d = 0; d < s.dk; d++) x[d] = keys[d * BLOCK + t % BLOCK];
+            rotate(x, rope.table + int64_t(t) * rope.n_rot, rope.n_rot, rope.neox);
+            store_key(s.type_k, part, s.dk, t, x, rope.n_rot);
+        }
+    }
+}
+
+// ---- what keys and values may be read as without staging ----
+
+struct AsF32 {
+    using T = float;
+    static vf at(const float* p) { return load(p); }
+};
+struct AsF16 {
+    using T = uint16_t;
+    static vf at(const uint16_t* p) { return load_f16(p); }
+};
+struct AsBF16 {
+    using T = uint16_t;
+    static vf at(const uint16_t* p) { return load_bf16(p); }
+};
+
+// Scores of R queries with blocks [from, to) of a segment, N vectors of keys at a time.
+template <class L, int R, int N>
+void score(const float* q, int dk, const void* const* blocks, int from, int to, float* s) {
+    constexpr int STEP = N * LANES / BLOCK;
+    for (int b = from; b < to; b += STEP) {
+        const int base = b + STEP > SEGMENT_BLOCKS ? SEGMENT_BLOCKS - STEP : b;
+        const typename L::T* k[N];
+        for (int n = 0; n < N; n++) {
+            int block = base + n * LANES / BLOCK;
+            block = block < from ? from : block >= to ? to - 1 : block;  // lanes nobody reads
+            k[n] = (const typename L::T*)blocks[block] + n * LANES % BLOCK;
+        }
+        vf sum[R][N];
+#pragma GCC unroll 16
+        for (int i = 0; i < R * N; i++) sum[i / N][i % N] = zero();
+        for (int d = 0; d < dk; d++) {
+            vf key[N];
+#pragma GCC unroll 16
+            for (int n = 0; n < N; n++) key[n] = L::at(k[n] + d * BLOCK);
+#pragma GCC unroll 16
+            for (int r = 0; r < R; r++) {
+                const vf x = set1(q[r * dk + d]);
+#pragma GCC unroll 16
+                for (int n = 0; n < N; n++) sum[r][n] = fma(x, key[n], sum[r][n]);
+            }
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < R * N; i++) store(s + i / N * SEGMENT + base * BLOCK + i % N * LANES, sum[i / N][i % N]);
+    }
+}
+
+// Adds the values of keys [from, to) weighted by p to R accumulators, N vectors of dims.
+template <class L, int R, int N>
+void weigh_dims(const float* p, const void* const* blocks, int64_t stride, int offset, int from, int to,
+                float* out, int64_t out_stride) {
+    vf sum[R][N];
+#pragma GCC unroll 16
+    for (int i = 0; i < R * N; i++) sum[i / N][i % N] = load(out + i / N * out_stride + i % N * LANES);
+    for (int j = from; j < to;) {
+        const int stop = (j / BLOCK + 1) * BLOCK < to ? (j / BLOCK + 1) * BLOCK : to;
+        const typename L::T* v = (const typename L::T*)blocks[j / BLOCK] + j % BLOCK * stride + offset;
+        for (; j < stop; j++, v += stride) {
+            vf value[N];
+#pragma GCC unroll 16
+            for (int n = 0; n < N; n++) value[n] = L::at(v + n * LANES);
+#pragma GCC unroll 16
+            for (int r = 0; r < R; r++) {
+                const vf x = set1(p[r * SEGMENT + j]);
+#pragma GCC unroll 16
+                for (int n = 0; n < N; n++) sum[r][n] = fma(x, value[n], sum[r][n]);
+            }
+        }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < R * N; i++) store(out + i / N * out_stride + i % N * LANES, sum[i / N][i % N]);
+}
+
+template <class L, int R, int N>
+void weigh(const float* p, const void* const* blocks, int64_t stride, int dims, int from, int to,
+           float* out, int64_t out_stride) {
+    int d = 0;
+    for (; d + N * LANES <= dims; d += N * LANES)
+        weigh_dims<L, R, N>(p, blocks, stride, d, from, to, out + d, out_stride);
+    for (; d < dims; d += LANES) weigh_dims<L, R, 1>(p, blocks, stride, d, from, to, out + d, out_stride);
+}
+
+using Score = void (*)(const float*, int, const void* const*, int, int, float*);
+using Weigh = void (*)(const float*, const void* const*, int64_t, int, int, int, float*, int64_t);
+
+// For 1 to 4 rows: enough chains in flight to hide the latency of a multiply-add.
+template <class L>
+struct Kernels {
+    static constexpr Score scores[4] = {score<L, 1, 8>, score<L, 2, 4>, score<L, 3, 2>, score<L, 4, 2>};
+    static constexpr Weigh weighs[4] = {weigh<L, 1, 4>, weigh<L, 2, 4>, weigh<L, 3, 2>, weigh<L, 4, 2>};
+};
+
+inline const Score* scores_of(KvType type) {
+    return type == KvType::f16    ? Kernels<AsF16>::scores
+           : type == KvType::bf16 ? Kernels<AsBF16>::scores
+                                  : Kernels<AsF32>::scores;
+}
+inline const Weigh* weighs_of(KvType type) {
+    return type == KvType::f16    ? Kernels<AsF16>::weighs
+           : type == KvType::bf16 ? Kernels<AsBF16>::weighs
+                                  : Kernels<AsF32>::weighs;
+}
+
+// ---- the keys and values of one segment ----
+
+struct Segment {
+    const void *keys[SEGMENT_BLOCKS], *values[SEGMENT_BLOCKS];
+    KvType key_type, value_type;  // as they are read: a float type
+    int64_t value_stride;
+    int base;      // slot of key 0 (negative before the first page)
+    int from, to;  // keys that the tile sees
+    uint16_t seen[TILE_TOKENS][SEGMENT_BLOCKS];  // with holes: which of them each token sees
+};
+
+struct Scratch {
+    float *q, *s, *state, *part, *keys, *values;
+};
+
+inline int64_t padded(int64_t n) { return (n + 15) / 16 * 16; }
+inline int64_t state_stride(const AttentionShape& s) { return s.dv_padded + 16; }  // sums, maximum, total
+
+int64_t scratch(const AttentionShape& s, int rows) {
+    const int64_t n = int64_t(rows) * s.group;
+    return padded(n * s.dk) + n * SEGMENT + 2 * n * state_stride(s) + int64_t(SEGMENT) * (s.dk + s.dv_padded);
+}
+
+inline Scratch carve(const AttentionShape& s, int rows, float* p) {
+    const int64_t n = int64_t(rows) * s.group;
+    Scratch c;
+    c.q = p;
+    c.s = c.q + padded(n * s.dk);
+    c.state = c.s + n * SEGMENT;
+    c.part = c.state + n * state_stride(s);
+    c.keys = c.part + n * state_stride(s);
+    c.values = c.keys + int64_t(SEGMENT) * s.dk;
+    return c;
+}
+
+inline uint16_t seen_keys(const int32_t* slot_positions, int position, int window) {
+    const int after = window > 0 && position >= window ? position - window : -1;
+    unsigned bits = 0;
+    for (int t = 0; t < BLOCK; t++)
+        bits |= unsigned(slot_positions[t] > after && slot_positions[t] <= position) << t;
+    return uint16_t(bits);
+}
+
+// With holes: who sees what; returns which keys of block b are needed at all.
+unsigned see_block(const AttendJob& job, const Tile& tile, Segment& g, int b) {
+    const PageView& pages = *job.pages;
+    int32_t at[BLOCK];
+    unsigned needed = 0;
+    for (int t = 0; t < BLOCK; t++) {
+        const int slot = g.base + b * BLOCK + t;
+        const bool inside = slot >= tile.begin && slot < tile.end;
+        at[t] = inside ? pages.slot_positions[tile.seq * pages.max_slots + slot] : -1;
+    }
+    for (int r = 0; r < tile.rows; r++) {
+        g.seen[r][b] = seen_keys(at, pages.positions[tile.row + r], job.shape->window);
+        needed |= g.seen[r][b];
+    }
+    return needed;
+}
+
+void open_segment(const AttendJob& job, const Tile& tile, int head, int number, const Scratch& c, Segment& g) {
+    const AttentionShape& s = *job.shape;
+    const PageView& pages = *job.pages;
+    const bool holes = pages.slot_positions, many = tile.rows * s.group >= STAGE_ROWS;
+    const bool stage_k = holes || s.type_k >= KvType::q8_0 || (many && s.type_k != KvType::f32);
+    const bool stage_v = holes || s.type_v >= KvType::q8_0 || (many && s.type_v != KvType::f32) || s.dv != s.dv_padded;
+    g.base = number * SEGMENT - pages.phase[tile.seq];
+    g.from = tile.begin > g.base ? tile.begin - g.base : 0;
+    g.to = tile.end - g.base < SEGMENT ? tile.end - g.base : SEGMENT;
+    g.key_type = stage_k ? KvType::f32 : s.type_k;
+    g.value_type = stage_v ? KvType::f32 : s.type_v;
+    g.value_stride = stage_v ? s.dv_padded : s.dv;
+    const int64_t k_head = pages.page_tokens * row_bytes(s.type_k, s.dk), v_head = pages.page_tokens * row_bytes(s.type_v, s.dv);
+    for (int b = g.from / BLOCK; b * BLOCK < g.to; b++) {
+        float* keys = c.keys + int64_t(b) * BLOCK * s.dk;
+        float* values = c.values + int64_t(b) * BLOCK * s.dv_padded;
+        g.keys[b] = keys;
+        g.values[b] = values;
+        unsigned needed = 0xffff;
+        if (holes) needed = see_block(job, tile, g, b);
+        else
+            for (int t = 0; t < BLOCK; t++)
+                if (b * BLOCK + t < g.from || b * BLOCK + t >= g.to) needed &= ~(1u << t);
+        if (!needed) {
+            std::memset(values, 0, size_t(BLOCK * s.dv_padded) * 4);
+            continue;
+        }
+        const int slot = g.base + b * BLOCK, in_page = slot % pages.page_tokens;
+        const int64_t page = pages.tables[tile.seq * pages.max_pages + slot / pages.page_tokens];
+        char* start = pages.address + page * pages.page_bytes;
+        char *k_part = start + job.k_offset + head * k_head, *v_part = start + job.v_offset + head * v_head;
+        if (stage_k) load_keys(s.type_k, key_block(k_part, s.type_k, s.dk, in_page), s.dk, keys);
+        else g.keys[b] = key_block(k_part, s.type_k, s.dk, in_page);
+        if (!stage_v) {
+            g.values[b] = v_part + in_page * row_bytes(s.type_v, s.dv);
+            continue;
+        }
+        for (int t = 0; t < BLOCK; t++) {
+            float* value = values + t * s.dv_padded;
+            if (needed >> t & 1) load_value(s.type_v, v_part, s.dv, pages.page_tokens, in_page + t, value, s.dv_padded);
+            else std::memset(value, 0, size_t(s.dv_padded) * 4);
+        }
+    }
+}
+
+// ---- softmax of one row of a segment ----
+
+inline float exp_one(float x) {
+    float t[LANES];
+    store(t, exp(set1(x)));
+    return t[0];
+}
+
+inline vf soft_cap(vf x, float cap) {
+    const vf e = exp(mul(x, set1(2.0f / cap)));  // tanh(y) = 1 - 2 / (e^2y + 1)
+    return mul(sub(set1(1.0f), div(set1(2.0f), add(e, set1(1.0f)))), set1(cap));
+}
+
+// Scores to weights in place; leaves the maximum and the total. Keys outside [from, to) or without
+// their bit in `seen` weigh exactly 0. A visible score that is not finite makes the total NaN.
+void softmax(float* s, int from, int to, const uint16_t* seen, float cap, float* maximum, float* total) {
+    const int first = from / LANES * LANES;
+    vf high = set1(MINUS_INFINITY), bad = zero(), sum = zero();
+    for (int j = first; j < to; j += LANES) {
+        vf x = load(s + j);
+        unsigned bits = (1u << LANES) - 1;
+        if (j < from) bits &= ~0u << (from - j);
+        if (j + LANES > to) bits &= (1u << (to - j)) - 1;
+        if (seen) bits &= unsigned(seen[j / BLOCK]) >> (j % BLOCK);
+        if (bits != (1u << LANES) - 1) {
+            x = choose(bits, x, zero());
+            bad = fma(x, zero(), bad);
+            if (cap != 0.0f) x = soft_cap(x, cap);
+            x = choose(bits, x, set1(MINUS_INFINITY));
+        } else {
+            bad = fma(x, zero(), bad);
+            if (cap != 0.0f) x = soft_cap(x, cap);
+        }
+        high = max(high, x);
+        store(s + j, x);
+    }
+    const float m = reduce_max(high);
+    for (int j = first; j < to; j += LANES) {
+        const vf e = exp(sub(load(s + j), set1(m)));
+        sum = add(sum, e);
+        store(s + j, e);
+    }
+    *maximum = m;
+    *total = reduce_add(sum) + reduce_add(bad);
+}
+
+// ---- rows of a tile over one segment ----
+
+// Up to 4 rows at once. Keys that all of them see are weighed together, the rest row by row, so
+// that no row ever multiplies a value it does not see.
+void attend_rows(const AttentionShape& s, const Segment& g, int n, const float* q, float* scores,
+                 const int* from, const int* to, const uint16_t* const* seen, float* part) {
+    const int64_t stride = state_stride(s);
+    int low = SEGMENT, high = 0, all_from = 0, all_to = SEGMENT;
+    for (int r = 0; r < n; r++) {
+        float* sums = part + r * stride;
+        std::memset(sums, 0, size_t(stride) * 4);
+        all_from = from[r] > all_from ? from[r] : all_from;
+        all_to = to[r] < all_to ? to[r] : all_to;
+        if (from[r] >= to[r]) continue;
+        low = from[r] < low ? from[r] : low;
+        high = to[r] > high ? to[r] : high;
+    }
+    if (low >= high) return;
+    scores_of(g.key_type)[n - 1](q, s.dk, g.keys, low / BLOCK, (high + BLOCK - 1) / BLOCK, scores);
+    for (int r = 0; r < n; r++) {
+        if (from[r] >= to[r]) continue;
+        float* sums = part + r * stride;
+        softmax(scores + r * SEGMENT, from[r], to[r], seen[r], s.softcap, sums + s.dv_padded, sums + s.dv_padded + 1);
+    }
+    const Weigh* weighs = weighs_of(g.value_type);
+    const bool together = all_from < all_to;
+    for (int r = 0; r < n; r++) {
+        const int stop = together ? all_from : to[r];
+        if (from[r] < stop)
+            weighs[0](scores + r * SEGMENT, g.values, g.value_stride, s.dv_padded, from[r], stop, part + r * stride, stride);
+    }
+    if (!together) return;
+    weighs[n - 1](scores, g.values, g.value_stride, s.dv_padded, all_from, all_to, part, stride);
+    for (int r = 0; r < n; r++)
+        if (all_to < to[r])
+            weighs[0](scores + r * SEGMENT, g.values, g.value_stride, s.dv_padded, all_to, to[r], part + r * stride, stride);
+}
+
+void attend_segment(const AttendJob& job, const Tile& tile, const Segment& g, const Scratch& c, float* part) {
+    const AttentionShape& s = *job.shape;
+    const int rows = tile.rows * s.group;
+    for (int r = 0; r < rows; r += 4) {
+        const int n = rows - r < 4 ? rows - r : 4;
+        int from[4], to[4];
+        const uint16_t* seen[4];
+        for (int i = 0; i < n; i++) {
+            const int token = (r + i) / s.group;
+            const int begin = job.pages->begin[tile.row + token] - g.base, end = job.pages->end[tile.row + token] - g.base;
+            from[i] = begin > 0 ? begin : 0;
+            to[i] = end < SEGMENT ? end : SEGMENT;
+            seen[i] = job.pages->slot_positions ? g.seen[token] : nullptr;
+        }
+        attend_rows(s, g, n, c.q + int64_t(r) * s.dk, c.s + r * SEGMENT, from, to, seen, part + r * state_stride(s));
+    }
+}
+
+// ---- folding segments ----
+
+void fold(const AttentionShape& s, float* state, const float* part) {
+    const int n = s.dv_padded;
+    if (part[n + 1] == 0.0f) return;
+    if (state[n + 1] == 0.0f) {
+        std::memcpy(state, part, size_t(n + 2) * 4);
+        return;
+    }
+    const float m = state[n] > part[n] ? state[n] : part[n];
+    const float a = exp_one(state[n] - m), b = exp_one(part[n] - m);
+    for (int d = 0; d < n; d += LANES)
+        store(state + d, fma(load(part + d), set1(b), mul(load(state + d), set1(a))));
+    state[n] = m;
+    state[n + 1] = state[n + 1] * a + part[n + 1] * b;
+}
+
+void finish(const AttendJob& job, const Tile& tile, int head, const float* state) {
+    const AttentionShape& s = *job.shape;
+    for (int r = 0; r < tile.rows * s.group; r++, state += state_stride(s)) {
+        float* out = job.out + ((tile.row + r / s.group) * int64_t(s.n_heads) + head * s.group + r % s.group) * s.dv;
+        const float total = state[s.dv_padded + 1];
+        const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
+        for (int d = 0; d < s.dv; d++) out[d] = state[d] * inverse + 0.0f;  // never -0
+    }
+}
+
+inline void clear(const AttentionShape& s, int rows, float* state) {
+    std::memset(state, 0, size_t(rows * state_stride(s)) * 4);
+}
+
+void attend(const AttendJob& job, const Tile& tile, int head, int from, int to, float* partial, float* memory) {
+    const AttentionShape& s = *job.shape;
+    const int rows = tile.rows * s.group;
+    const Scratch c = carve(s, tile.rows, memory);
+    for (int r = 0; r < rows; r++) {
+        const float* q = job.q + (tile.row + r / s.group) * job.q_stride + (head * s.group + r % s.group) * s.dk;
+        for (int d = 0; d < s.dk; d++) c.q[int64_t(r) * s.dk + d] = q[d] * s.scale;
+    }
+    if (!partial) clear(s, rows, c.state);
+    Segment g;
+    for (int i = from; i < to; i++) {
+        open_segment(job, tile, head, tile.first_segment + i, c, g);
+        float* part = partial ? partial + i * rows * state_stride(s) : c.part;
+        attend_segment(job, tile, g, c, part);
+        if (partial) continue;
+        for (int r = 0; r < rows; r++) fold(s, c.state + r * state_stride(s), part + r * state_stride(s));
+    }
+    if (!partial) finish(job, tile, head, c.state);
+}
+
+void join(const AttendJob& job, const Tile& tile, int head, float* partial) {
+    const AttentionShape& s = *job.shape;
+    const int64_t rows = tile.rows * s.group, stride = state_stride(s);
+    for (int i = 1; i < tile.segments; i++)
+        for (int64_t r = 0; r < rows; r++) fold(s, partial + r * stride, partial + (i * rows + r) * stride);
+    finish(job, tile, head, partial);
+}
+
+}  // namespace
+
+extern const AttentionKernels attention_kernels = {prepare, scratch, attend, join, rotate_part};
+
+}  // namespace quire::QUIRE_ISA

@@ -1,0 +1,12 @@
+// What each part adds to the Python module.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace quire {
+
+void bind_matrix(nanobind::module_& m);     // matrix_bind.cpp: pack, embed, linear
+void bind_attention(nanobind::module_& m);  // attention_bind.cpp: rope, pages, attention
+void bind_sampling(nanobind::module_& m);   // sampling_bind.cpp: sample, logprobs
+
+}  // namespace quire

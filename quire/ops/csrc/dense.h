@@ -1,0 +1,45 @@
+// Tiles of f16, bf16 and f32 against float32 activations: panels are [cols][T] floats.
+#pragma once
+
+#include "simd.h"
+#include "tiles.h"
+
+namespace quire::QUIRE_ISA {
+
+template <Tile F>
+static inline vf dense_row(const uint8_t* w, int64_t k) {
+    if constexpr (F == Tile::f32) return load((const float*)w + k * LANES);
+    else if constexpr (F == Tile::f16) return load_f16((const uint16_t*)w + k * LANES);
+    else return load_bf16((const uint16_t*)w + k * LANES);
+}
+
+// Even and odd columns have sums of their own, so that two multiply-adds are under way per token.
+template <Tile F, int T>
+static void dense(const uint8_t* w, int64_t cols, const uint8_t* panel, float* out) {
+    const float* x = (const float*)panel;
+    vf even[T], odd[T];
+#pragma GCC unroll 16
+    for (int t = 0; t < T; t++) even[t] = odd[t] = zero();
+    int64_t k = 0;
+    for (; k + 2 <= cols; k += 2, x += 2 * T) {
+        const vf a = dense_row<F>(w, k), b = dense_row<F>(w, k + 1);
+#pragma GCC unroll 16
+        for (int t = 0; t < T; t++) even[t] = fma(a, set1(x[t]), even[t]);
+#pragma GCC unroll 16
+        for (int t = 0; t < T; t++) odd[t] = fma(b, set1(x[T + t]), odd[t]);
+    }
+    if (k < cols) {
+        const vf a = dense_row<F>(w, k);
+#pragma GCC unroll 16
+        for (int t = 0; t < T; t++) even[t] = fma(a, set1(x[t]), even[t]);
+    }
+#pragma GCC unroll 16
+    for (int t = 0; t < T; t++) store(out + t * LANES, add(even[t], odd[t]));
+}
+
+template <Tile F>
+static void unpack_dense(const uint8_t* w, int64_t cols, float* out) {
+    for (int64_t k = 0; k < cols; k++) store(out + k * LANES, dense_row<F>(w, k));
+}
+
+}  // namespace quire::QUIRE_ISA

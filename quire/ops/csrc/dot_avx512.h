@@ -1,0 +1,113 @@
+// Integer dot products of one tile on AVX-512 with VNNI: `vpdpbusd` multiplies unsigned weights by
+// signed activations, four columns of sixteen rows at once.
+//
+// Weights with a zero point are moved to the top of their byte, which makes every zero point 128:
+// the sum starts at -128 · sum(x), kept ready in the panel, and costs nothing.
+#pragma once
+
+#include "planes.h"
+
+namespace quire::QUIRE_ISA {
+
+constexpr int LARGEST = 8;  // tokens of a group
+
+// A panel's record of T tokens × 32 columns: int8 q[T][32], then five words per token.
+struct Record {
+    static constexpr int bytes = 32 + 5 * 4;
+    template <int T> static constexpr int scale = 32 * T;         // float: d
+    template <int T> static constexpr int scaled_sum = 36 * T;    // float: d · sum(q)
+    template <int T> static constexpr int offset = 40 * T;        // int: -128 · sum(q)
+    template <int T> static constexpr int offset_low = 44 * T;    // the same of columns 0…15
+    template <int T> static constexpr int offset_high = 48 * T;   // and of 16…31
+};
+
+template <int T>
+static inline void add_products(vi w, const uint8_t* x, vi (&dot)[T]) {
+#pragma GCC unroll 16
+    for (int t = 0; t < T; t++) dot[t] = _mm512_dpbusd_epi32(dot[t], w, _mm512_set1_epi32(word_i32(x + 32 * t)));
+}
+
+template <Tile F, int V, int T>
+static inline void add_vectors(const uint8_t* w, const uint8_t* x, vi (&low)[T], vi (&high)[T]) {
+    vi lo, hi;
+    weights<F, V>(w, lo, hi);
+    if constexpr (layout_of(F).table) lo = flip(lo), hi = flip(hi);
+    add_products<T>(lo, x + 4 * V, low);
+    add_products<T>(hi, x + 16 + 4 * V, high);
+}
+
+template <Tile F>
+constexpr bool offset_by_128 = layout_of(F).zero != 0 || layout_of(F).table;
+
+// dot[t] = Σ weight · q over the 32 columns, times 2^lift.
+template <Tile F, int T>
+static inline void dots(const uint8_t* w, const uint8_t* x, vi (&dot)[T]) {
+#pragma GCC unroll 16
+    for (int t = 0; t < T; t++)
+        dot[t] = _mm512_set1_epi32(offset_by_128<F> ? word_i32(x + Record::offset<T> + 4 * t) : 0);
+    add_vectors<F, 0, T>(w, x, dot, dot);
+    add_vectors<F, 1, T>(w, x, dot, dot);
+    add_vectors<F, 2, T>(w, x, dot, dot);
+    add_vectors<F, 3, T>(w, x, dot, dot);
+}
+
+// acc[t] += one tile whose halves of 16 columns have scales of their own.
+template <Tile F, int T>
+static inline void add_tile16(const uint8_t* scales, const uint8_t* w, const uint8_t* x, vf d, vf dmin,
+                              vf (&acc)[T]) {
+    vi low[T], high[T];
+#pragma GCC unroll 16
+    for (int t = 0; t < T; t++) {
+        low[t] = _mm512_set1_epi32(offset_by_128<F> ? word_i32(x + Record::offset_low<T> + 4 * t) : 0);
+        high[t] = _mm512_set1_epi32(offset_by_128<F> ? word_i32(x + Record::offset_high<T> + 4 * t) : 0);
+    }
+    add_vectors<F, 0, T>(w, x, low, high);
+    add_vectors<F, 1, T>(w, x, low, high);
+    add_vectors<F, 2, T>(w, x, low, high);
+    add_vectors<F, 3, T>(w, x, low, high);
+    constexpr float unlift = 1.0f / (1 << lift<F>);
+    const vf scale_low = mul(half_scale<F>(scales, 0, d), set1(unlift));
+    const vf scale_high = mul(half_scale<F>(scales, 1, d), set1(unlift));
+    const vf min_low = mul(half_min<F>(scales, 0, dmin), set1(-1.0f / 128));
+    const vf min_high = mul(half_min<F>(scales, 1, dmin), set1(-1.0f / 128));
+#pragma GCC unroll 16
+    for (int t = 0; t < T; t++) {
+        vf sum = mul(to_float(low[t]), scale_low);
+        sum = fma(to_float(high[t]), scale_high, sum);
+        if constexpr (has_min<F>) {
+            sum = fma(to_float(_mm512_set1_epi32(word_i32(x + Record::offset_low<T> + 4 * t))), min_low, sum);
+            sum = fma(to_float(_mm512_set1_epi32(word_i32(x + Record::offset_high<T> + 4 * t))), min_high, sum);
+        }
+        acc[t] = fma(sum, set1(word_f32(x + Record::scale<T> + 4 * t)), acc[t]);
+    }
+}
+
+static inline int32_t sum_of(__m128i q) {  // of 16 int8
+    const __m128i biased = _mm_xor_si128(q, _mm_set1_epi8(char(128)));
+    const __m128i sums = _mm_sad_epu8(biased, _mm_setzero_si128());
+    return _mm_cvtsi128_si32(sums) + _mm_extract_epi16(sums, 4) - 16 * 128;
+}
+
+// Quantises 32 floats into token t's place in a record of T.
+static inline void put_group(const float* x, uint8_t* record, int t, int T) {
+    const vf a = load(x), b = load(x + 16);
+    // Compared as integers a NaN is above all numbers, so it reaches d and then every output.
+    const vi sign = _mm512_set1_epi32(0x7fffffff);
+    const vi top = _mm512_max_epi32(_mm512_and_si512(_mm512_castps_si512(a), sign),
+                                    _mm512_and_si512(_mm512_castps_si512(b), sign));
+    const float amax = _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(_mm512_reduce_max_epi32(top))));
+    const QuantScale s = quant_scale(amax);
+    const __m128i qa = _mm512_cvtsepi32_epi8(to_int(mul(a, set1(s.inverse))));
+    const __m128i qb = _mm512_cvtsepi32_epi8(to_int(mul(b, set1(s.inverse))));
+    _mm_storeu_si128((__m128i*)(record + 32 * t), qa);
+    _mm_storeu_si128((__m128i*)(record + 32 * t + 16), qb);
+    const int32_t low = sum_of(qa), high = sum_of(qb);
+    uint8_t* words = record + 32 * T + 4 * t;
+    put_word(words, s.d);
+    put_word(words + 4 * T, s.d * float(low + high));
+    put_word(words + 8 * T, -128 * (low + high));
+    put_word(words + 12 * T, -128 * low);
+    put_word(words + 16 * T, -128 * high);
+}
+
+}  // namespace quire::QUIRE_ISA

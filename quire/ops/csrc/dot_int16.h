@@ -1,0 +1,209 @@
+// Integer dot products of one tile without VNNI: `pmaddubsw` sums pairs of products in int16, and as
+// many of these are added in int16 as cannot overflow (weights below 16: all eight, below 32: four,
+// below 64: two); `pmaddwd` folds them to int32, multiplying by the tile's integer scales on the way.
+#pragma once
+
+#include "planes.h"
+
+namespace quire::QUIRE_ISA {
+
+constexpr int LARGEST = 4;  // tokens of a group: sixteen registers hold the sums of four
+
+// A panel's record of T tokens × 32 columns: int8 q[T][32], then three words per token.
+struct Record {
+    static constexpr int bytes = 32 + 3 * 4;
+    template <int T> static constexpr int scale = 32 * T;       // float: d
+    template <int T> static constexpr int scaled_sum = 36 * T;  // float: d · sum(q)
+    template <int T> static constexpr int sums = 40 * T;        // int16: -sum of columns 0…15 and 16…31
+};
+
+#if defined(QUIRE_AVX2)
+
+static inline vi broadcast(int32_t a) { return _mm256_set1_epi32(a); }
+static inline vi add16(vi a, vi b) { return _mm256_add_epi16(a, b); }
+static inline vi add32(vi a, vi b) { return _mm256_add_epi32(a, b); }
+// int16 sums of two neighbouring products: uint8 × int8, and int8 × int8
+static inline vi products(vi w, vi x) { return _mm256_maddubs_epi16(w, x); }
+static inline vi signed_products(vi w, vi x) {
+    return _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
+}
+// int32 sums of two neighbouring products: int16 × int16
+static inline vi fold(vi a, vi b) { return _mm256_madd_epi16(a, b); }
+static inline vi load_i8_int(const int8_t* p) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
+static inline vi low_half(vi a) { return _mm256_and_si256(a, _mm256_set1_epi32(0xffff)); }
+static inline vi to_high_half(vi a) { return _mm256_slli_epi32(a, 16); }
+static inline vi join(vi a, vi b) { return _mm256_or_si256(a, b); }
+static inline void pin(vi& a) { asm("" : "+x"(a)); }
+static inline void pin(vf& a) { asm("" : "+x"(a)); }
+
+#else
+
+typedef uint16_t vh __attribute__((vector_size(32)));
+typedef int16_t vs __attribute__((vector_size(32)));
+
+static inline vi broadcast(int32_t a) { return vi{} + a; }
+static inline vi add16(vi a, vi b) { return (vi)((vh)a + (vh)b); }
+static inline vi add32(vi a, vi b) { return (vi)((vu)a + (vu)b); }
+static inline vs even_bytes(vi a) { return (vs)((vh)a << 8) >> 8; }
+static inline vs odd_bytes(vi a) { return (vs)a >> 8; }
+static inline vi signed_products(vi w, vi x) {
+    return (vi)((vh)even_bytes(w) * (vh)even_bytes(x) + (vh)odd_bytes(w) * (vh)odd_bytes(x));
+}
+static inline vi products(vi w, vi x) {
+    return (vi)(((vh)w & 255) * (vh)even_bytes(x) + ((vh)w >> 8) * (vh)odd_bytes(x));
+}
+static inline vi fold(vi a, vi b) {
+    const vi a0 = (vi)((vu)a << 16) >> 16, b0 = (vi)((vu)b << 16) >> 16;
+    return a0 * b0 + (a >> 16) * (b >> 16);
+}
+static inline vi load_i8_int(const int8_t* p) {
+    vi a;
+    for (int i = 0; i < LANES; i++) a[i] = p[i];
+    return a;
+}
+static inline vi low_half(vi a) { return a & 0xffff; }
+static inline vi to_high_half(vi a) { return (vi)((vu)a << 16); }
+static inline vi join(vi a, vi b) { return a | b; }
+static inline void pin(vi&) {}
+static inline void pin(vf&) {}
+
+#endif
+
+// dot[t] = Σ weight · q over the 32 columns.
+template <Tile F, int T>
+static inline void dots(const uint8_t* w, const uint8_t* x, vi (&dot)[T]) {
+    constexpr TileLayout layout = layout_of(F);
+    constexpr bool is_signed = layout.table || layout.bits == 8;
+    const vi ones = broadcast(0x00010001);
+    vi sum[T];
+    auto step = [&]<int V>() __attribute__((always_inline)) {
+        vi lo, hi;
+        weights<F, V>(w, lo, hi);
+        if constexpr (is_signed) {
+            if constexpr (layout.bits == 8) lo = flip(lo), hi = flip(hi);
+#pragma GCC unroll 4
+            for (int t = 0; t < T; t++) {
+                const vi a = fold(signed_products(lo, broadcast(word_i32(x + 32 * t + 4 * V))), ones);
+                dot[t] = V == 0 ? a : add32(dot[t], a);
+            }
+#pragma GCC unroll 4
+            for (int t = 0; t < T; t++)
+                dot[t] = add32(dot[t], fold(signed_products(hi, broadcast(word_i32(x + 32 * t + 16 + 4 * V))), ones));
+        } else {
+            constexpr bool first = V == 0 || (layout.bits == 5 && V == 2);
+#pragma GCC unroll 4
+            for (int t = 0; t < T; t++) {
+                const vi a = products(lo, broadcast(word_i32(x + 32 * t + 4 * V)));
+                sum[t] = first ? a : add16(sum[t], a);
+            }
+#pragma GCC unroll 4
+            for (int t = 0; t < T; t++)
+                sum[t] = add16(sum[t], products(hi, broadcast(word_i32(x + 32 * t + 16 + 4 * V))));
+            if constexpr (V == 3 || (layout.bits == 5 && V == 1)) {
+#pragma GCC unroll 4
+                for (int t = 0; t < T; t++)
+                    dot[t] = V == 3 && layout.bits == 5 ? add32(dot[t], fold(sum[t], ones)) : fold(sum[t], ones);
+            }
+        }
+    };
+    step.template operator()<0>();
+    step.template operator()<1>();
+    step.template operator()<2>();
+    step.template operator()<3>();
+    if constexpr (layout.zero != 0 && !is_signed) {
+        const vi zero_point = broadcast(layout.zero * 0x00010001);
+#pragma GCC unroll 4
+        for (int t = 0; t < T; t++)
+            dot[t] = add32(dot[t], fold(broadcast(word_i32(x + Record::sums<T> + 4 * t)), zero_point));
+    }
+}
+
+// The integer scales of 16 columns in both halves of each row's dword.
+template <Tile F>
+static inline vi scales16(const uint8_t* scales, int half) {
+    vi s = load_i8_int((const int8_t*)scales + half * LANES);
+    if constexpr (layout_of(F).scales == Scales::super16_min) s = both(s, broadcast(15));
+    return join(low_half(s), to_high_half(s));
+}
+
+// dot[t] += columns 0…15 (HALF 0) or 16…31 of a tile, times their scales.
+template <Tile F, int T, int HALF>
+static inline void add_half(const uint8_t* w, const uint8_t* x, vi scale, vi (&dot)[T]) {
+    vi sum[T];
+    auto step = [&]<int V>() __attribute__((always_inline)) {
+        vi lo, hi;
+        weights<F, V>(w, lo, hi);
+        const vi bytes = HALF ? hi : lo;
+        constexpr bool pairs = layout_of(F).bits == 6;  // no more than two fit int16
+#pragma GCC unroll 4
+        for (int t = 0; t < T; t++) {
+            const vi a = products(bytes, broadcast(word_i32(x + 32 * t + 16 * HALF + 4 * V)));
+            sum[t] = V == 0 || (pairs && V == 2) ? a : add16(sum[t], a);
+            if constexpr (V == 3 || (pairs && V == 1)) dot[t] = add32(dot[t], fold(sum[t], scale));
+        }
+    };
+    step.template operator()<0>();
+    step.template operator()<1>();
+    step.template operator()<2>();
+    step.template operator()<3>();
+}
+
+// acc[t] += one tile whose halves of 16 columns have scales of their own.
+template <Tile F, int T>
+static inline void add_tile16(const uint8_t* scales, const uint8_t* w, const uint8_t* x, vf d, vf dmin,
+                              vf (&acc)[T]) {
+    const vi low = scales16<F>(scales, 0), high = scales16<F>(scales, 1);
+    const vi pair = join(low_half(low), to_high_half(high));
+    vi zero_point = broadcast(0);
+    if constexpr (layout_of(F).zero != 0) {
+        static_assert(layout_of(F).zero == 4 || layout_of(F).zero == 32);
+        zero_point = pair;  // · zero, by doubling in int16
+        for (int z = layout_of(F).zero; z > 1; z /= 2) zero_point = add16(zero_point, zero_point);
+    }
+    vi dot[T];
+#pragma GCC unroll 4
+    for (int t = 0; t < T; t++) dot[t] = fold(broadcast(word_i32(x + Record::sums<T> + 4 * t)), zero_point);
+    add_half<F, T, 0>(w, x, low, dot);
+    add_half<F, T, 1>(w, x, high, dot);
+#pragma GCC unroll 4
+    for (int t = 0; t < T; t++) {
+        const vf scale = set1(word_f32(x + Record::scale<T> + 4 * t));
+        acc[t] = fma(mul(to_float(dot[t]), scale), d, acc[t]);
+        if constexpr (has_min<F>) {
+            const vi m0 = both(shift_right(load_i8_int((const int8_t*)scales), 4), broadcast(15));
+            const vi m1 = both(shift_right(load_i8_int((const int8_t*)scales + LANES), 4), broadcast(15));
+            const vi below = fold(broadcast(word_i32(x + Record::sums<T> + 4 * t)), join(m0, to_high_half(m1)));
+            acc[t] = fma(mul(to_float(below), scale), dmin, acc[t]);
+        }
+    }
+}
+
+// Quantises 32 floats into token t's place in a record of T.
+static inline void put_group(const float* x, uint8_t* record, int t, int T) {
+    // Compared as integers a NaN is above all numbers, so it reaches d and then every output.
+    int32_t top = 0;
+    for (int i = 0; i < 32; i++) {
+        const int32_t magnitude = word_i32((const uint8_t*)(x + i)) & 0x7fffffff;
+        top = magnitude > top ? magnitude : top;
+    }
+    const QuantScale s = quant_scale(word_f32((const uint8_t*)&top));
+    int8_t* q = (int8_t*)record + 32 * t;
+    int32_t sums[2] = {0, 0};
+    const vf inverse = set1(s.inverse);
+    for (int i = 0; i < 32; i += LANES) {
+        const vf scaled = max(min(mul(load(x + i), inverse), set1(127.0f)), set1(-127.0f));
+        const vi rounded = to_int(scaled);
+        int32_t values[LANES];
+        std::memcpy(values, &rounded, sizeof values);
+        for (int j = 0; j < LANES; j++) {
+            q[i + j] = int8_t(values[j]);
+            sums[i / 16] += values[j];
+        }
+    }
+    uint8_t* words = record + 32 * T + 4 * t;
+    put_word(words, s.d);
+    put_word(words + 4 * T, s.d * float(sums[0] + sums[1]));
+    put_word(words + 8 * T, int32_t(uint32_t(-sums[0] & 0xffff) | uint32_t(-sums[1]) << 16));
+}
+
+}  // namespace quire::QUIRE_ISA

@@ -1,0 +1,197 @@
+#include "matrix.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <new>
+
+namespace quire {
+namespace {
+
+constexpr int64_t HUGE_PAGE = 2 << 20;
+constexpr int64_t PANEL_BYTES = 384 << 10;  // activations that stay in a core's second cache
+
+int64_t blocks_of(const Part& part, int lanes) { return (part.rows + lanes - 1) / lanes; }
+
+int64_t blocks_of(const Matrix& w, int lanes) {
+    int64_t blocks = 0;
+    for (const Part& part : w.parts) blocks += blocks_of(part, lanes);
+    return blocks;
+}
+
+// Calls f(part, begin, end) for the pieces of [begin, end) among the row blocks of all parts.
+template <class F>
+void for_blocks(const Matrix& w, int lanes, int64_t begin, int64_t end, F&& f) {
+    for (const Part& part : w.parts) {
+        const int64_t blocks = blocks_of(part, lanes);
+        if (begin < blocks && end > 0) f(part, std::max<int64_t>(begin, 0), std::min(end, blocks));
+        begin -= blocks;
+        end -= blocks;
+    }
+}
+
+const Part& part_of(const Matrix& w, int64_t row) {
+    size_t i = 0;
+    while (row >= w.parts[i].first_row + w.parts[i].rows) i++;
+    return w.parts[i];
+}
+
+// The activations of a call as the kernels read them; either panel may be absent.
+struct Panels {
+    Array quantized, floats;
+    int64_t quantized_bytes, float_bytes;  // of one token
+};
+
+Panels make_panels(Cpu& cpu, const Array& x, const Matrix& w, const Linear& options) {
+    const MatmulKernels& kernels = matmul_kernels(cpu.isa);
+    const int64_t n = x.rows, cols = w.cols;
+    bool quantized = false, floats = false;
+    for (const Part& part : w.parts) (is_dense(part.tile) || cpu.exact ? floats : quantized) = true;
+    const int64_t qbytes = quantized ? kernels.quantized_bytes(cols) : 0;
+    const int64_t fbytes = floats ? kernels.float_bytes(cols) : 0;
+    Panels panels{cpu.array(1, n * qbytes / 4), cpu.array(1, n * fbytes / 4), qbytes, fbytes};
+    Array rows = cpu.array(cpu.pool.size(), cols);
+
+    auto put = [&](int64_t begin, int64_t end, int thread) {
+        for (int64_t t = begin; t < end; t++) {
+            const float* row = x.row(t);
+            if (options.norm) kernels.rms_norm(row, options.norm, options.eps, cols, rows.row(thread));
+            if (options.act != Act::none) kernels.act_mul(row, options.act, cols, rows.row(thread));
+            if (options.norm || options.act != Act::none) row = rows.row(thread);
+            if (quantized) kernels.put_quantized(row, cols, (uint8_t*)panels.quantized.data, t, n);
+            if (floats) kernels.put_float(row, cols, (uint8_t*)panels.floats.data, t, n);
+        }
+    };
+    if (n <= 2) put(0, n, 0);  // waking a thread takes longer
+    else cpu.pool.parallel(n, std::max<int64_t>(1, n / (8 * cpu.pool.size())), put);
+    return panels;
+}
+
+}  // namespace
+
+const MatmulKernels& matmul_kernels(Isa isa) {
+#if defined(QUIRE_X86)
+    if (isa == Isa::avx512) return avx512::matmul_kernels;
+    if (isa == Isa::avx2) return avx2::matmul_kernels;
+#endif
+    (void)isa;
+    return portable::matmul_kernels;
+}
+
+TileMemory::TileMemory(int64_t bytes) : bytes_(bytes) {
+    void* data = mmap(nullptr, size_t(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (data == MAP_FAILED) throw std::bad_alloc();
+    data_ = static_cast<uint8_t*>(data);
+    if (bytes >= HUGE_PAGE) madvise(data, size_t(bytes), MADV_HUGEPAGE);
+}
+
+TileMemory::~TileMemory() {
+    if (data_) munmap(data_, size_t(bytes_));
+}
+
+int64_t packed_bytes(Isa isa, const FileFormat& format, int64_t rows, int64_t cols) {
+    const int lanes = matmul_kernels(isa).lanes;
+    return (rows + lanes - 1) / lanes * block_bytes(format.tile, lanes, cols);
+}
+
+Matrix pack(Cpu& cpu, const std::vector<FilePart>& files) {
+    const int lanes = matmul_kernels(cpu.isa).lanes;
+    int64_t bytes = 0;
+    for (const FilePart& file : files) bytes += packed_bytes(cpu.isa, *file.format, file.rows, file.cols);
+    Matrix w{cpu.isa, 0, files[0].cols, {}, TileMemory(bytes)};
+    uint8_t* at = w.memory.data();
+    for (const FilePart& file : files) {
+        const int64_t stride = block_bytes(file.format->tile, lanes, file.cols);
+        const int64_t blocks = (file.rows + lanes - 1) / lanes;
+        cpu.pool.parallel(blocks, std::max<int64_t>(1, blocks / (8 * cpu.pool.size())),
+                          [&](int64_t begin, int64_t end, int) {
+                              file.format->pack(file.data, file.rows, file.cols, lanes, at, begin, end);
+                          });
+        w.parts.push_back({file.format->tile, file.rows, file.cols, w.rows, stride, at});
+        w.rows += file.rows;
+        at += blocks * stride;
+    }
+    return w;
+}
+
+void unpack(const Matrix& w, float* out) {
+    const MatmulKernels& kernels = matmul_kernels(w.isa);
+    const int64_t lanes = kernels.lanes, cols = w.cols;
+    std::vector<float> scratch(size_t(cols * lanes));
+    for (const Part& part : w.parts)
+        for (int64_t block = 0; block < blocks_of(part, int(lanes)); block++) {
+            kernels.unpack(part.tile, part.blocks + block * part.stride, cols, scratch.data());
+            for (int64_t r = 0; r < lanes && block * lanes + r < part.rows; r++)
+                for (int64_t k = 0; k < cols; k++)
+                    out[(part.first_row + block * lanes + r) * cols + k] = scratch[size_t(k * lanes + r)];
+        }
+}
+
+void embed(Cpu& cpu, const Matrix& w, const int32_t* ids, int64_t n, float scale, float* out) {
+    const MatmulKernels& kernels = matmul_kernels(cpu.isa);
+    const int64_t lanes = kernels.lanes, cols = w.cols;
+    Array scratch = cpu.array(cpu.pool.size(), cols * lanes);
+    cpu.pool.parallel(n, 8, [&](int64_t begin, int64_t end, int thread) {
+        for (int64_t i = begin; i < end; i++) {
+            const Part& part = part_of(w, ids[i]);
+            const int64_t row = ids[i] - part.first_row;
+            kernels.unpack(part.tile, part.blocks + row / lanes * part.stride, cols, scratch.row(thread));
+            const float* values = scratch.row(thread) + row % lanes;
+            for (int64_t k = 0; k < cols; k++) out[i * cols + k] = values[k * lanes] * scale;
+        }
+    });
+}
+
+void linear(Cpu& cpu, const Array& x, const Matrix& w, const Linear& options, Array& out) {
+    const MatmulKernels& kernels = matmul_kernels(cpu.isa);
+    const int64_t n = x.rows, cols = w.cols, blocks = blocks_of(w, kernels.lanes);
+    if (n == 0) return;
+    const Panels panels = make_panels(cpu, x, w, options);
+    Array scratch = cpu.array(cpu.exact ? cpu.pool.size() : 0, cols * kernels.lanes);
+
+    const int64_t step = kernels.token_step, token_bytes = std::max(panels.quantized_bytes, panels.float_bytes);
+    const int64_t strip = std::max(step, PANEL_BYTES / token_bytes / step * step);  // tokens at a time
+    const int64_t strips = (n + strip - 1) / strip;
+    const int64_t chunk = std::max<int64_t>(1, std::min(blocks, strips * blocks / (8 * cpu.pool.size())));
+
+    auto multiply = [&](int64_t strip_index, int64_t begin, int64_t end, int thread) {
+        const int64_t token = strip_index * strip, token_end = std::min(n, token + strip);
+        for_blocks(w, kernels.lanes, begin, end, [&](const Part& part, int64_t block, int64_t last) {
+            const bool floats = is_dense(part.tile) || cpu.exact;
+            const Product product{part,
+                                  (const uint8_t*)(floats ? panels.floats : panels.quantized).data,
+                                  n,
+                                  floats ? panels.float_bytes : panels.quantized_bytes,
+                                  options.bias ? options.bias + part.first_row : nullptr,
+                                  out.data + part.first_row,
+                                  out.cols,
+                                  options.add};
+            if (floats && !is_dense(part.tile))
+                kernels.multiply_exact(product, block, last, token, token_end, scratch.row(thread));
+            else kernels.multiply(product, block, last, token, token_end);
+        });
+    };
+    cpu.pool.parallel(strips * blocks, chunk, [&](int64_t begin, int64_t end, int thread) {
+        while (begin < end) {  // all row blocks of one strip of tokens, then the next strip
+            const int64_t i = begin / blocks, last = std::min(end, (i + 1) * blocks);
+            multiply(i, begin - i * blocks, last - i * blocks, thread);
+            begin = last;
+        }
+    });
+}
+
+void rms_norm(Cpu& cpu, const Array& x, const float* weight, float eps, Array& out) {
+    const MatmulKernels& kernels = matmul_kernels(cpu.isa);
+    cpu.pool.parallel(x.rows, 4, [&](int64_t begin, int64_t end, int) {
+        for (int64_t t = begin; t < end; t++) kernels.rms_norm(x.row(t), weight, eps, x.cols, out.row(t));
+    });
+}
+
+void act_mul(Cpu& cpu, const Array& x, Act act, Array& out) {
+    const MatmulKernels& kernels = matmul_kernels(cpu.isa);
+    cpu.pool.parallel(x.rows, 4, [&](int64_t begin, int64_t end, int) {
+        for (int64_t t = begin; t < end; t++) kernels.act_mul(x.row(t), act, out.cols, out.row(t));
+    });
+}
+
+}  // namespace quire

@@ -1,0 +1,65 @@
+// A linear map in memory and what is done with it. Arguments are checked by the caller.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "cpu.h"
+#include "matmul.h"
+#include "pack.h"
+
+namespace quire {
+
+const MatmulKernels& matmul_kernels(Isa isa);
+
+// Zeroed bytes straight from the system, so that they go back to it with the matrix.
+class TileMemory {
+  public:
+    explicit TileMemory(int64_t bytes);
+    ~TileMemory();
+    TileMemory(TileMemory&& o) noexcept : data_(o.data_), bytes_(o.bytes_) { o.data_ = nullptr; }
+    TileMemory(const TileMemory&) = delete;
+
+    uint8_t* data() const { return data_; }
+    int64_t bytes() const { return bytes_; }
+
+  private:
+    uint8_t* data_;
+    int64_t bytes_;
+};
+
+// [rows, cols], made of parts stacked along the rows: qkv in one, gate and up in one.
+struct Matrix {
+    Isa isa;
+    int64_t rows, cols;
+    std::vector<Part> parts;
+    TileMemory memory;
+};
+
+// One matrix of a file: rows × cols weights of a format, row after row.
+struct FilePart {
+    const FileFormat* format;
+    int64_t rows, cols;
+    const uint8_t* data;
+};
+
+int64_t packed_bytes(Isa isa, const FileFormat& format, int64_t rows, int64_t cols);
+Matrix pack(Cpu& cpu, const std::vector<FilePart>& parts);
+void unpack(const Matrix& w, float* out);  // row-major
+void embed(Cpu& cpu, const Matrix& w, const int32_t* ids, int64_t n, float scale, float* out);
+
+// What is done to x before the product and with its result.
+struct Linear {
+    const float* norm = nullptr;  // rms_norm(x) · norm
+    float eps = 0;
+    Act act = Act::none;          // x is [gate | up]
+    const float* bias = nullptr;
+    bool add = false;             // to what out holds
+};
+void linear(Cpu& cpu, const Array& x, const Matrix& w, const Linear& options, Array& out);
+
+void rms_norm(Cpu& cpu, const Array& x, const float* weight, float eps, Array& out);
+void act_mul(Cpu& cpu, const Array& x, Act act, Array& out);
+
+}  // namespace quire

@@ -1,0 +1,56 @@
+// Threads that persist: work is handed out in chunks, and whoever is awake takes the next one.
+//
+// Why two things cannot race: a job is open from `run` until the caller has found no chunk left.
+// A worker enters a job only by adding itself to `gate_` while the open bit is set, and the caller
+// returns only after closing the gate and seeing that nobody is inside. So a worker that sleeps
+// through a job never delays it, and none can touch a job after `run` has returned.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <thread>
+#include <vector>
+
+namespace quire {
+
+class ThreadPool {
+  public:
+    using Function = void (*)(void* context, int64_t begin, int64_t end, int thread);
+
+    explicit ThreadPool(int threads);  // the caller counts as one of them
+    ~ThreadPool();
+    ThreadPool(const ThreadPool&) = delete;
+    ThreadPool& operator=(const ThreadPool&) = delete;
+
+    int size() const { return int(workers_.size()) + 1; }
+
+    // Calls function over [0, count) in pieces of at most `chunk`; returns when all are done.
+    void run(int64_t count, int64_t chunk, Function function, void* context);
+
+    // The same for a callable `f(begin, end, thread)`.
+    template <class F>
+    void parallel(int64_t count, int64_t chunk, F&& f) {
+        run(count, chunk,
+            [](void* context, int64_t begin, int64_t end, int thread) {
+                (*static_cast<std::remove_reference_t<F>*>(context))(begin, end, thread);
+            },
+            &f);
+    }
+
+  private:
+    void work(int thread);
+    void take_chunks(int thread);
+
+    std::vector<std::thread> workers_;
+    // The job: written by the caller while the gate is closed, read by those inside.
+    Function function_ = nullptr;
+    void* context_ = nullptr;
+    int64_t count_ = 0, chunk_ = 1;
+    alignas(64) std::atomic<int64_t> next_{0};
+    alignas(64) std::atomic<uint32_t> gate_{0};      // OPEN bit | how many workers are inside
+    alignas(64) std::atomic<uint32_t> epoch_{0};     // one more for each job; workers wait on it
+    alignas(64) std::atomic<uint32_t> sleepers_{0};  // workers in the kernel, to be woken
+    std::atomic<bool> stopping_{false};
+};
+
+}  // namespace quire
