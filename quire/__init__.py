@@ -1,0 +1,40 @@
+"""Quire runs language models with memory you can branch, rewind and see."""
+
+from __future__ import annotations
+
+from quire import errors
+from quire.llm import LLM, Stream, load
+from quire.report import MemoryReport
+from quire.session import Mark, Session
+from quire.text.tokenizer import Tokenizer
+from quire.types import (
+    Completion,
+    Grammar,
+    Json,
+    Regex,
+    Sampling,
+    StepOutput,
+    Timings,
+    TokenLogprob,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "Completion",
+    "Grammar",
+    "Json",
+    "Mark",
+    "MemoryReport",
+    "Regex",
+    "Sampling",
+    "Session",
+    "StepOutput",
+    "Stream",
+    "Timings",
+    "TokenLogprob",
+    "Tokenizer",
+    "errors",
+    "load",
+]

@@ -1,0 +1,50 @@
+"""The command line: one file per command."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import Any
+
+import click
+
+import quire
+from quire.errors import QuireError
+
+_COMMANDS = {
+    "run": "Continue a prompt.",
+    "chat": "Talk with a model.",
+    "show": "Tell what a model file holds.",
+    "list": "List the models that are here.",
+    "pull": "Fetch a model.",
+}
+
+
+class _Lazy(click.Group):
+    """Loads a command's file only when it is used, so that starting is quick."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in _COMMANDS:
+            return None
+        command: click.Command = import_module(f"quire.cli.{name}_command").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_COMMANDS.items()))
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except QuireError as error:
+            click.echo(f"quire: {error}", err=True)
+            sys.exit(1)
+
+
+@click.group(cls=_Lazy)
+@click.version_option(quire.__version__, prog_name="quire")
+def main() -> None:
+    """Run language models with memory you can branch, rewind and see."""

@@ -1,0 +1,122 @@
+"""Options that several commands share, under the names people know."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+import quire
+from quire.types import Sampling
+
+_BAR_FROM = 256 * 1024**2  # a smaller file is loaded before a bar could be read
+
+_MODEL = [
+    click.option("-m", "--model", default="smollm2", show_default=True,
+                 help="Alias, path to a .gguf file, or hf:owner/repo/file."),
+    click.option("-c", "--ctx-size", type=int, help="Tokens of context (the model's own)."),
+    click.option("-t", "--threads", type=int, help="Threads that compute (one per core)."),
+    click.option("--memory-budget", help="Most memory to use, such as 4GiB (what is free)."),
+    click.option("--kv-cache-tokens", type=int, help="Most tokens that K and V are kept for."),
+    click.option("--kv-cache-demand-paged/--no-kv-cache-demand-paged", default=True,
+                 help="Take memory for K and V as it is used, or all at the start."),
+    click.option("--page-tokens", type=int, default=16, show_default=True,
+                 help="Tokens in a page of memory."),
+    click.option("--cache-type-k", default="f16", show_default=True,
+                 type=click.Choice(["f32", "f16", "bf16", "q8_0", "q4_0"])),
+    click.option("--cache-type-v", default="f16", show_default=True,
+                 type=click.Choice(["f32", "f16", "bf16", "q8_0", "q4_0"])),
+    click.option("--activations", default="int8", show_default=True,
+                 type=click.Choice(["int8", "f32"]), help="f32 is exact and slower."),
+]  # fmt: skip
+
+_SAMPLING = [
+    click.option("-n", "--n-predict", type=int, default=256, show_default=True,
+                 help="Most tokens to generate."),
+    click.option("--temp", type=float, default=0.0, show_default=True,
+                 help="Temperature; 0 always takes the likeliest token."),
+    click.option("--top-k", type=int, default=0, help="Keep the k likeliest tokens (0: all)."),
+    click.option("--top-p", type=float, default=1.0, help="Keep the likeliest, to this sum."),
+    click.option("--min-p", type=float, default=0.0, help="Drop what is less likely than this "
+                 "share of the likeliest."),
+    click.option("--repeat-penalty", type=float, default=1.0, help="Above 1: repeat less."),
+    click.option("--seed", type=int, help="Makes sampling repeatable."),
+]  # fmt: skip
+
+
+def _apply(options: list[Any]) -> Callable[[Any], Any]:
+    def wrap(function: Any) -> Any:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return wrap
+
+
+model_options = _apply(_MODEL)
+sampling_options = _apply(_SAMPLING)
+
+
+def load_from(options: dict[str, Any]) -> quire.LLM:
+    """Loads the model that these options name; takes its own options out of them."""
+    bar = LoadBar()
+    try:
+        return quire.load(
+            options.pop("model"),
+            n_ctx=options.pop("ctx_size"),
+            threads=options.pop("threads"),
+            memory_budget=options.pop("memory_budget"),
+            kv_cache_tokens=options.pop("kv_cache_tokens"),
+            kv_cache_demand_paged=options.pop("kv_cache_demand_paged"),
+            page_tokens=options.pop("page_tokens"),
+            type_k=options.pop("cache_type_k"),
+            type_v=options.pop("cache_type_v"),
+            activations=options.pop("activations"),
+            progress=bar,
+        )
+    finally:
+        bar.close()
+
+
+def sampling_from(options: dict[str, Any], **fields: Any) -> Sampling:
+    """The sampling that these options describe."""
+    return Sampling(
+        max_tokens=options.pop("n_predict"),
+        temperature=options.pop("temp"),
+        top_k=options.pop("top_k"),
+        top_p=options.pop("top_p"),
+        min_p=options.pop("min_p"),
+        repetition_penalty=options.pop("repeat_penalty"),
+        seed=options.pop("seed"),
+        **fields,
+    )
+
+
+class LoadBar:
+    """A progress bar on standard error, drawn only for a person and for work that takes a while."""
+
+    def __init__(self, least: int = _BAR_FROM, text: str = "loading") -> None:
+        self._least = least
+        self._text = text
+        self._bar: Any = None
+
+    def __call__(self, done: int, total: int) -> None:
+        if total < self._least or not sys.stderr.isatty():
+            return
+        if self._bar is None:
+            from rich.console import Console
+            from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+            console = Console(stderr=True)
+            columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+            self._bar = Progress(*columns, console=console, transient=True)
+            self._task = self._bar.add_task(self._text, total=total)
+            self._bar.start()
+        self._bar.update(self._task, completed=done, total=total)
+
+    def close(self) -> None:
+        """Takes the bar away."""
+        if self._bar is not None:
+            self._bar.stop()

@@ -1,0 +1,117 @@
+"""Output constrained by a JSON schema, a regular expression or a grammar, through llguidance."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.errors import RequestError
+from quire.types import Constraint, Grammar, Json, Regex
+
+
+class Vocabulary(Protocol):
+    """What a constraint needs to know of a tokenizer."""
+
+    n_vocab: int
+    eog_ids: frozenset[int]
+
+    def token_bytes(self, id: int) -> bytes:
+        """The bytes a token stands for."""
+
+    def is_special(self, id: int) -> bool:
+        """Whether a token is a control token."""
+
+    def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
+        """Tokens of a text."""
+
+
+class Constrainer:
+    """Compiles constraints for one vocabulary; the vocabulary is prepared on first use."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._tokenizer: Any = None
+
+    def compile(self, constraint: Constraint) -> Matcher:
+        """A matcher at its start; a constraint that cannot be compiled is refused."""
+        from llguidance import LLMatcher
+
+        try:
+            grammar = _grammar(constraint, LLMatcher)
+        except (ValueError, TypeError) as error:
+            raise RequestError(f"the constraint is not valid: {error}") from error
+        matcher = LLMatcher(self._prepared(), grammar, log_level=0)
+        if matcher.is_error():
+            raise RequestError(f"the constraint cannot be compiled: {matcher.get_error()}")
+        return Matcher(matcher, self._vocabulary.n_vocab)
+
+    def _prepared(self) -> Any:
+        if self._tokenizer is None:
+            from llguidance import LLTokenizer, TokenizerWrapper
+
+            wrapper = TokenizerWrapper(_Adapter(self._vocabulary))
+            ends = sorted(self._vocabulary.eog_ids)
+            self._tokenizer = LLTokenizer(wrapper, n_vocab=self._vocabulary.n_vocab, eos_token=ends)
+        return self._tokenizer
+
+
+def _grammar(constraint: Constraint, compiler: Any) -> str:
+    match constraint:
+        case Json(schema):
+            text = schema if isinstance(schema, str) else json.dumps(dict(schema))
+            return str(compiler.grammar_from_json_schema(text))
+        case Regex(pattern):
+            return str(compiler.grammar_from_regex(pattern))
+        case Grammar(lark):
+            return str(compiler.grammar_from_lark(lark))
+
+
+class Matcher:
+    """Where one generation stands in its constraint."""
+
+    def __init__(self, matcher: Any, n_vocab: int) -> None:
+        self._matcher = matcher
+        self._words = (n_vocab + 31) // 32
+
+    def mask(self, out: NDArray[np.uint32]) -> None:
+        """Fills the bits of the tokens that may come next."""
+        self._matcher.unsafe_compute_mask_ptr(out.ctypes.data, self._words * 4)
+        self._raise_error()
+
+    def consume(self, token: int) -> None:
+        """Takes the token that was chosen."""
+        self._matcher.consume_token(token)
+        self._raise_error()
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing but an end may follow."""
+        return bool(self._matcher.is_stopped())
+
+    def fork(self) -> Matcher:
+        """The same place, to go on from separately."""
+        return Matcher(self._matcher.deep_copy(), self._words * 32)
+
+    def _raise_error(self) -> None:
+        if self._matcher.is_error():
+            raise RequestError(f"the constraint failed: {self._matcher.get_error()}")
+
+
+class _Adapter:
+    """A vocabulary in the shape that llguidance reads."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        ids = range(vocabulary.n_vocab)
+        self.eos_token_id = min(vocabulary.eog_ids, default=0)
+        self.bos_token_id = None
+        self.special_token_ids = [i for i in ids if vocabulary.is_special(i)]
+        self.tokens = [vocabulary.token_bytes(i) for i in ids]
+        self._vocabulary = vocabulary
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        if isinstance(text, bytes):
+            text = text.decode()
+        return self._vocabulary.encode(text, add_special=False, parse_special=False)

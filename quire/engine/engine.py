@@ -1,0 +1,158 @@
+"""The engine: `step()` is the whole story; the rest puts sequences in and takes them out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.engine.constrain import Constrainer
+from quire.engine.runner import Runner
+from quire.engine.sampling import Accepted, choose, make_sampler, verify
+from quire.engine.scheduler import Scheduler
+from quire.engine.sequence import Generation, Sequence
+from quire.errors import ContextError, RequestError
+from quire.memory.interface import Memory, SeqTokens
+from quire.types import Request, StepOutput
+
+
+class Engine:
+    """Sequences over one model and one memory."""
+
+    def __init__(
+        self, runner: Runner, memory: Memory, n_ctx: int, constrainer: Constrainer,
+        end_ids: Iterable[int] = (), max_tokens: int = 512,
+    ) -> None:  # fmt: skip
+        self.runner = runner
+        self.ops = runner.ops
+        self.memory = memory
+        self.n_ctx = n_ctx
+        self.constrainer = constrainer
+        self.scheduler = Scheduler(max_tokens, n_ctx, frozenset(end_ids))
+
+    def step(self) -> list[StepOutput]:
+        """Computes some tokens of everybody who has any to compute."""
+        plan = self.scheduler.plan(self.memory)
+        if not plan.entries:
+            return self.scheduler.advance([])
+        with self.memory.reserve(plan.tokens()) as lease:
+            logits = self.runner.forward(plan, lease)
+            accepted = verify(plan, logits, self.ops)
+            lease.commit({a.sequence.id: a.kept for a in accepted})
+        return self.scheduler.advance(accepted)
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to compute."""
+        return not self.scheduler.active
+
+    def open(self) -> Sequence:
+        """An empty sequence."""
+        return Sequence(self.memory.seq_new())
+
+    def fork(self, sequence: Sequence) -> Sequence:
+        """A second sequence with the same past; they share every page."""
+        twin = Sequence(self.memory.seq_new(), sequence.tokens)
+        self.memory.seq_cp(sequence.id, twin.id, 0, -1)
+        twin.computed, twin.logits = sequence.computed, sequence.logits
+        return twin
+
+    def close(self, sequence: Sequence) -> None:
+        """Ends a sequence, whatever it is doing, and gives its pages back."""
+        self.stop(sequence)
+        self.memory.seq_free(sequence.id)
+
+    def append(self, sequence: Sequence, tokens: Seq[int]) -> None:
+        """Adds tokens to be computed by the next steps."""
+        self._check_tokens(sequence, tokens)
+        sequence.tokens.extend(tokens)
+        sequence.logits = None
+        self._activate(sequence)
+
+    def truncate(self, sequence: Sequence, length: int) -> None:
+        """Drops all tokens from position `length` on."""
+        if not self.memory.seq_rm(sequence.id, length, -1):
+            raise RequestError(
+                f"position {length} cannot be restored: nothing covers it any more; "
+                "make a checkpoint before the place to return to"
+            )
+        del sequence.tokens[length:]
+        if sequence.computed > length:
+            sequence.computed, sequence.logits = length, None
+
+    def start(self, sequence: Sequence, request: Request) -> list[StepOutput]:
+        """Lets a sequence generate; returns its first token where the logits for it are known."""
+        matcher = self.constrainer.compile(request.constraint) if request.constraint else None
+        self._check_tokens(sequence, request.tokens)
+        self._check_bias(request)
+        if not sequence.tokens and not request.tokens:
+            raise RequestError("there is nothing to continue: the prompt has no tokens")
+        if len(sequence.tokens) + len(request.tokens) >= self.n_ctx:
+            raise self._too_long(len(sequence.tokens) + len(request.tokens))
+        sequence.tokens.extend(request.tokens)
+        sampler = make_sampler(self.ops, request.sampling)
+        sampler.observe(np.array(sequence.tokens, np.int32))
+        sequence.generation = Generation(request, sampler, matcher)
+        if sequence.pending == 0 and sequence.logits is None:
+            # A rewind dropped the logits of its end: its last token is computed once more.
+            last = sequence.tokens[-1]
+            self.truncate(sequence, len(sequence.tokens) - 1)
+            sequence.tokens.append(last)
+        self._activate(sequence)
+        if sequence.pending > 0:
+            return []
+        first = Accepted(sequence, 0)
+        choose([first], self.ops.array(sequence.logits), self.ops)
+        return self.scheduler.advance([first])
+
+    def stop(self, sequence: Sequence) -> None:
+        """Ends what a sequence is doing; it keeps its tokens."""
+        if sequence in self.scheduler.active:
+            self.scheduler.remove(sequence)
+        sequence.generation = None
+
+    def logits(self, tokens: Seq[int]) -> NDArray[np.float32]:
+        """Logits after every one of these tokens, in one pass from an empty memory."""
+        sequence = self.open()
+        try:
+            self._check_tokens(sequence, tokens)
+            out = np.empty((len(tokens), self.runner.model.n_vocab), np.float32)
+            for at in range(0, len(tokens), self.scheduler.max_tokens):
+                part = np.array(tokens[at : at + self.scheduler.max_tokens], np.int32)
+                with self.memory.reserve([SeqTokens(sequence.id, part)]) as lease:
+                    rows = np.arange(len(part), dtype=np.int32)
+                    logits = self.runner.forward_rows(lease, rows)
+                    out[at : at + len(part)] = self.ops.numpy(logits)
+                    lease.commit({sequence.id: len(part)})
+            return out
+        finally:
+            self.close(sequence)
+
+    def _activate(self, sequence: Sequence) -> None:
+        if sequence not in self.scheduler.active:
+            self.scheduler.add(sequence)
+
+    def _check_tokens(self, sequence: Sequence, tokens: Seq[int]) -> None:
+        n_vocab = self.runner.model.n_vocab
+        for token in tokens:
+            if not 0 <= token < n_vocab:
+                raise RequestError(f"token id {token} is outside the vocabulary of {n_vocab}")
+        if len(sequence.tokens) + len(tokens) > self.n_ctx:
+            raise self._too_long(len(sequence.tokens) + len(tokens))
+
+    def _check_bias(self, request: Request) -> None:
+        n_vocab = self.runner.model.n_vocab
+        for token in request.sampling.logit_bias:
+            if token >= n_vocab:
+                raise RequestError(
+                    f"logit_bias names token {token}; the vocabulary has {n_vocab} tokens"
+                )
+
+    def _too_long(self, tokens: int) -> ContextError:
+        trained = self.runner.model.n_ctx_train
+        return ContextError(
+            f"{tokens} tokens do not fit a context of {self.n_ctx} with room for an answer; "
+            f"shorten the prompt, or load with a larger n_ctx (the model was trained for {trained})"
+        )

@@ -1,0 +1,34 @@
+"""Runs a model over what a step has reserved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from quire.engine.scheduler import Plan
+from quire.memory.interface import Lease
+from quire.models.registry import Model
+from quire.ops import Array
+from quire.ops.batch import Batch, GroupPages
+
+
+class Runner:
+    """A model on one device."""
+
+    def __init__(self, model: Model, ops: Any) -> None:
+        self.model = model
+        self.ops = ops
+
+    def forward(self, plan: Plan, lease: Lease) -> Array:
+        """Logits after the last token of each sequence that reaches its end in this step."""
+        last_rows = np.cumsum([e.count for e in plan.entries], dtype=np.int32) - 1
+        return self.forward_rows(lease, last_rows[[e.ends for e in plan.entries]])
+
+    def forward_rows(self, lease: Lease, rows: Any) -> Array:
+        """Logits of these rows of the step."""
+        groups = {
+            name: GroupPages(self.ops.pages(view, lease.positions, lease.seq_rows), view.offsets)
+            for name, view in lease.views.items()
+        }
+        return self.model.forward(Batch(lease.tokens, lease.positions, rows, groups))

@@ -1,0 +1,120 @@
+"""Requests on their way from tokens to text: one job each, driven by the engine's steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+
+from quire.engine.engine import Engine
+from quire.engine.sequence import Sequence
+from quire.errors import QuireError
+from quire.text.detokenize import Detokenizer
+from quire.types import Completion, FinishReason, Request, StepOutput, Timings, TokenLogprob
+
+
+class Job:
+    """One request: collects its tokens, turns them into text, watches for stop strings."""
+
+    def __init__(self, sequence: Sequence, request: Request, detokenizer: Detokenizer) -> None:
+        self.sequence = sequence
+        self.request = request
+        self.prompt_tokens = len(sequence.tokens) + len(request.tokens)
+        self.computed_tokens = self.prompt_tokens - sequence.computed
+        self.finish_reason: FinishReason | None = None
+        self.error: QuireError | None = None
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self._detokenizer = detokenizer
+        self._pieces: list[str] = []
+        self._taken = 0
+        self._started = time.perf_counter()
+        self._first = self._last = self._started
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing more will come."""
+        return self.finish_reason is not None or self.error is not None
+
+    def take(self) -> str:
+        """The text that came since the last call."""
+        text = "".join(self._pieces[self._taken :])
+        self._taken = len(self._pieces)
+        return text
+
+    def receive(self, output: StepOutput, end_ids: frozenset[int]) -> None:
+        """Takes in what a step added."""
+        self.error = output.error
+        self._last = time.perf_counter()
+        if not self.token_ids:
+            self._first = self._last
+        self.logprobs.extend(output.logprobs)
+        for token in output.token_ids:
+            self.token_ids.append(token)
+            if token not in end_ids or self.request.sampling.ignore_eos:
+                self._pieces.append(self._detokenizer.push(token))
+        if self._detokenizer.stopped is not None:
+            self.finish_reason = "stop"
+        elif output.finish_reason:
+            self.finish_reason = output.finish_reason
+            self._pieces.append(self._detokenizer.flush())
+
+    def completion(self, load_s: float) -> Completion:
+        """The whole result; raises what made the request fail."""
+        if self.error:
+            raise self.error
+        return Completion(
+            text="".join(self._pieces),
+            token_ids=self.token_ids,
+            logprobs=self.logprobs if self.request.sampling.logprobs is not None else None,
+            finish_reason=self.finish_reason or "cancelled",
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.prompt_tokens - self.computed_tokens,
+            timings=Timings(
+                prefill_s=self._first - self._started,
+                decode_s=self._last - self._first,
+                first_token_s=self._first - self._started,
+                prompt_tokens=self.computed_tokens,
+                decoded_tokens=max(len(self.token_ids) - 1, 0),
+                load_s=load_s,
+            ),
+        )
+
+
+class JobRunner:
+    """Steps the engine and hands each output to the job it belongs to."""
+
+    def __init__(self, engine: Engine, end_ids: frozenset[int]) -> None:
+        self._engine = engine
+        self._end_ids = end_ids
+        self._jobs: dict[int, Job] = {}
+
+    def start(self, job: Job) -> None:
+        """Sets a job going on its sequence."""
+        self._jobs[job.sequence.id] = job
+        try:
+            self._deliver(self._engine.start(job.sequence, job.request))
+        except BaseException:
+            self._jobs.pop(job.sequence.id, None)
+            raise
+
+    def finish(self, jobs: Seq[Job]) -> None:
+        """Steps until all of these are done."""
+        while any(not job.done for job in jobs):
+            self.step()
+
+    def step(self) -> None:
+        """One step for everybody."""
+        self._deliver(self._engine.step())
+
+    def drop(self, job: Job) -> None:
+        """Ends a job early; nothing happens when it is done."""
+        if self._jobs.pop(job.sequence.id, None):
+            self._engine.stop(job.sequence)
+
+    def _deliver(self, outputs: list[StepOutput]) -> None:
+        for output in outputs:
+            job = self._jobs.get(output.sequence)
+            if job:
+                job.receive(output, self._end_ids)
+                if job.done:
+                    self.drop(job)

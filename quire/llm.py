@@ -1,0 +1,267 @@
+"""The Python API: a loaded model, and sessions on it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any, Unpack, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire import config
+from quire.engine.constrain import Constrainer
+from quire.engine.engine import Engine
+from quire.engine.runner import Runner
+from quire.errors import RequestError
+from quire.jobs import Job, JobRunner
+from quire.memory.attention import AttentionMemory
+from quire.memory.budget import Budget
+from quire.memory.layout import AttentionLayout, KVType
+from quire.models.loader import ProgressFn
+from quire.models.registry import architecture_of, load_model
+from quire.ops.cpu import CpuOps
+from quire.report import MemoryReport
+from quire.session import Session
+from quire.text.detokenize import Detokenizer
+from quire.text.template import ChatTemplate
+from quire.text.tokenizer import Tokenizer
+from quire.types import Completion, Constraint, Request, Sampling, SamplingFields
+from quire.weights import pull
+from quire.weights.gguf import GGUF
+
+Prompt = str | Seq[int]
+"""Text, or token ids that are taken as they are."""
+
+
+class LLM:
+    """A loaded model. Made by `quire.load`; a context manager that gives everything back."""
+
+    def __init__(
+        self, path: Path, settings: config.LoadConfig, progress: ProgressFn | None = None
+    ) -> None:
+        started = time.perf_counter()
+        self.path = path
+        self.settings = settings
+        self.budget = Budget(settings.budget_bytes())
+        self.ops = CpuOps(settings.thread_count(), exact=settings.activations == "f32")
+        with GGUF.open(path) as file:
+            self.architecture = architecture_of(file)
+            self.tokenizer = Tokenizer.from_metadata(file.metadata, name=str(path))
+            self._template_source = file.metadata.get("tokenizer.chat_template")
+            self.model = load_model(file, self.ops, settings.type_k, settings.type_v, progress)
+        self.budget.reserve(self.model.weight_bytes, "weights")
+        self.n_ctx = settings.n_ctx or self.model.n_ctx_train
+        memory = self._memory(settings)
+        constrainer = Constrainer(self.tokenizer)
+        end_ids = self.tokenizer.eog_ids
+        self.engine = Engine(Runner(self.model, self.ops), memory, self.n_ctx, constrainer, end_ids)
+        self.jobs = JobRunner(self.engine, end_ids)
+        self.load_s = time.perf_counter() - started
+
+    def _memory(self, settings: config.LoadConfig) -> AttentionMemory:
+        """The memory that the model declares; dense models have one group."""
+        (group,) = self.model.groups
+        type_k, type_v = KVType(settings.type_k), KVType(settings.type_v)
+        layout = AttentionLayout(group, type_k, type_v, settings.page_tokens)
+        return AttentionMemory(
+            layout, self.budget, settings.kv_cache_tokens, settings.kv_cache_demand_paged
+        )
+
+    def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
+        """Token ids of a text."""
+        return self.tokenizer.encode(text, add_special, parse_special)
+
+    def decode(self, ids: Seq[int]) -> str:
+        """The text of token ids."""
+        return self.tokenizer.decode(ids)
+
+    def logits(self, ids: Seq[int]) -> NDArray[np.float32]:
+        """Logits after each of these tokens, [len(ids), n_vocab], in one pass."""
+        return self.engine.logits(ids)
+
+    @overload
+    def generate(
+        self, prompt: str, sampling: Sampling | None = None, *, speculate: None = None,
+        stop: str | Seq[str] = (), constraint: Constraint | None = None,
+        **fields: Unpack[SamplingFields],
+    ) -> Completion: ...  # fmt: skip
+
+    @overload
+    def generate(
+        self, prompt: Seq[int] | Seq[Prompt], sampling: Sampling | None = None, *,
+        speculate: None = None, stop: str | Seq[str] = (), constraint: Constraint | None = None,
+        **fields: Unpack[SamplingFields],
+    ) -> Any: ...  # fmt: skip
+
+    def generate(
+        self, prompt: Prompt | Seq[Prompt], sampling: Sampling | None = None, *,
+        speculate: None = None, stop: str | Seq[str] = (), constraint: Constraint | None = None,
+        **fields: Unpack[SamplingFields],
+    ) -> Any:  # fmt: skip
+        """Continues a prompt, or several at once; a list of prompts gives a list of completions."""
+        _refuse_speculation(speculate)
+        batched = _is_batch(prompt)
+        prompts: Any = prompt if batched else [prompt]
+        chosen = (sampling or Sampling()).replace(**fields)
+        jobs: list[Job] = []
+        try:
+            for one in prompts:
+                jobs.append(self._start(one, chosen, stop, constraint))
+            self.jobs.finish(jobs)
+            completions = [job.completion(self.load_s) for job in jobs]
+        finally:
+            for job in jobs:
+                self._end(job)
+        return completions if batched else completions[0]
+
+    def stream(
+        self, prompt: Prompt, sampling: Sampling | None = None, *, speculate: None = None,
+        stop: str | Seq[str] = (), constraint: Constraint | None = None,
+        **fields: Unpack[SamplingFields],
+    ) -> Stream:  # fmt: skip
+        """Continues a prompt piece by piece; its `completion` is there once it is used up."""
+        _refuse_speculation(speculate)
+        chosen = (sampling or Sampling()).replace(**fields)
+        return Stream(self, self._start(prompt, chosen, stop, constraint))
+
+    def chat(
+        self, messages: Seq[Mapping[str, Any]], sampling: Sampling | None = None, *,
+        speculate: None = None, stop: str | Seq[str] = (), constraint: Constraint | None = None,
+        **fields: Unpack[SamplingFields],
+    ) -> Completion:  # fmt: skip
+        """The model's next turn in a conversation."""
+        completion: Completion = self.generate(
+            self.chat_tokens(messages), sampling, speculate=speculate, stop=stop,
+            constraint=constraint, **fields,
+        )  # fmt: skip
+        return completion
+
+    def chat_tokens(self, messages: Seq[Mapping[str, Any]]) -> list[int]:
+        """A conversation as the model's own template writes it, ready for the answer."""
+        bos = self.tokenizer.token_text(self.tokenizer.bos)
+        eos = self.tokenizer.token_text(self.tokenizer.eos)
+        template = ChatTemplate(self._template_source, bos, eos, name=str(self.path))
+        text = template.render([dict(m) for m in messages])
+        return self.encode(text, add_special=not (bos and text.startswith(bos)))
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the model says how a conversation is written."""
+        return self._template_source is not None
+
+    def session(self) -> Session:
+        """An empty session: a context to append to, fork, rewind and generate from."""
+        return Session(self, self.engine.open())
+
+    @property
+    def memory(self) -> MemoryReport:
+        """What memory holds now; prints as a table."""
+        return MemoryReport(self.engine.memory, self.budget, self.ops)
+
+    def close(self) -> None:
+        """Gives back everything that is held."""
+        self.engine.memory.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def new_job(
+        self, sequence: Any, tokens: Seq[int], sampling: Sampling, stop: str | Seq[str],
+        constraint: Constraint | None,
+    ) -> Job:  # fmt: skip
+        """A job on a sequence, started."""
+        stops = [stop] if isinstance(stop, str) else list(stop)
+        request = Request(tuple(tokens), sampling, constraint)
+        continues = bool(sequence.tokens or tokens)
+        detokenizer = Detokenizer(self.tokenizer, stops, continuation=continues)
+        job = Job(sequence, request, detokenizer)
+        self.jobs.start(job)
+        return job
+
+    def tokens_of(self, prompt: Prompt, add_special: bool = True) -> list[int]:
+        """A prompt's token ids."""
+        return self.encode(prompt, add_special) if isinstance(prompt, str) else list(prompt)
+
+    def _start(
+        self, prompt: Prompt, sampling: Sampling, stop: str | Seq[str], constraint: Any
+    ) -> Job:
+        tokens = self.tokens_of(prompt)
+        sequence = self.engine.open()
+        try:
+            return self.new_job(sequence, tokens, sampling, stop, constraint)
+        except BaseException:
+            self.engine.close(sequence)
+            raise
+
+    def _end(self, job: Job) -> None:
+        self.jobs.drop(job)
+        self.engine.close(job.sequence)
+
+
+class Stream:
+    """Pieces of text as they come; closing it early gives its pages back."""
+
+    def __init__(self, llm: LLM, job: Job) -> None:
+        self._llm = llm
+        self._job = job
+        self._open = True
+
+    def __iter__(self) -> Iterator[str]:
+        try:
+            while True:
+                piece = self._job.take()
+                if piece:
+                    yield piece
+                elif self._job.done:
+                    break
+                else:
+                    self._llm.jobs.step()
+            if self._job.error:
+                raise self._job.error
+        finally:
+            self.close()
+
+    @property
+    def completion(self) -> Completion:
+        """What has come so far, as a whole."""
+        return self._job.completion(self._llm.load_s)
+
+    def close(self) -> None:
+        """Ends the generation."""
+        if self._open:
+            self._open = False
+            self._llm._end(self._job)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def load(
+    model: str | Path = "smollm2", *, progress: ProgressFn | None = None, **settings: Any
+) -> LLM:
+    """Loads a model: an alias, a path to a .gguf file, or `hf:owner/repo/file`.
+
+    The settings are the fields of `quire.config.LoadConfig`.
+    """
+    known = config.LoadConfig.__dataclass_fields__
+    unknown = sorted(set(settings) - set(known))
+    if unknown:
+        raise RequestError(f"load has no {', '.join(unknown)}; there are {', '.join(known)}")
+    chosen = config.LoadConfig(**settings)
+    return LLM(pull.resolve(str(model), config.cache_folder(), progress), chosen, progress)
+
+
+def _refuse_speculation(speculate: object) -> None:
+    if speculate is not None:
+        raise RequestError("speculation is not there yet; pass speculate=None")
+
+
+def _is_batch(prompt: Prompt | Seq[Prompt]) -> bool:
+    """Whether this is several prompts: not a text, and not token ids."""
+    return not isinstance(prompt, str) and not all(isinstance(t, (int, np.integer)) for t in prompt)

@@ -1,0 +1,180 @@
+"""The decoder that Llama, Qwen2 and Qwen3 share: attention, then a gated network, per layer.
+
+An architecture's own file says what differs: how heads are rotated, whether q, k and v have
+biases, whether q and k are normed per head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from quire.errors import ModelError
+from quire.memory.layout import GroupSpec
+from quire.models.loader import Loader
+from quire.models.rope import read_rope
+from quire.ops import SILU_MUL, Array, Heads, Matrix, Ops, Rope
+from quire.ops.batch import Batch
+from quire.weights.gguf import GGUF, REQUIRED, Required
+
+GROUP = "attention"
+_MOST = 2**20  # no real model has more of anything that is counted here
+
+
+@dataclass(frozen=True)
+class DenseConfig:
+    """The sizes of a dense decoder."""
+
+    n_layers: int
+    width: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    ffn_width: int
+    n_vocab: int
+    n_ctx_train: int
+    eps: float
+    rope: Rope
+
+    @classmethod
+    def read(cls, file: GGUF, arch: str, neox: bool) -> DenseConfig:
+        """The sizes a GGUF file gives, each within reason."""
+
+        def count(key: str, most: int = _MOST, default: int | Required = REQUIRED) -> int:
+            return file.get_int(f"{arch}.{key}", default=default, minimum=1, maximum=most)
+
+        width = count("embedding_length")
+        n_heads = count("attention.head_count", 4096)
+        n_kv_heads = count("attention.head_count_kv", 4096, default=n_heads)
+        if n_heads % n_kv_heads:
+            raise ModelError(
+                f"{file.path}: {arch}.attention.head_count is {n_heads}, which its "
+                f"{n_kv_heads} key/value heads do not divide"
+            )
+        head_dim = count("attention.key_length", 8192, default=max(width // n_heads, 1))
+        value_dim = count("attention.value_length", 8192, default=head_dim)
+        if value_dim != head_dim:
+            raise ModelError(
+                f"{file.path}: keys of {head_dim} and values of {value_dim} dimensions; "
+                f"{arch} needs them equal"
+            )
+        return cls(
+            n_layers=count("block_count", 4096),
+            width=width,
+            n_heads=n_heads,
+            n_kv_heads=n_kv_heads,
+            head_dim=head_dim,
+            ffn_width=count("feed_forward_length"),
+            n_vocab=_vocabulary(file),
+            n_ctx_train=count("context_length", 2**31),
+            eps=file.get_float(
+                f"{arch}.attention.layer_norm_rms_epsilon", minimum=0.0, maximum=1.0
+            ),
+            rope=read_rope(file, arch, head_dim, neox),
+        )
+
+
+def _vocabulary(file: GGUF) -> int:
+    """Rows of the embedding, which must be the size of the vocabulary."""
+    embedding = file.tensors.get("token_embd.weight")
+    n_tokens = len(file.get_array("tokenizer.ggml.tokens"))
+    if embedding is not None and embedding.shape[0] != n_tokens:
+        raise ModelError(
+            f"{file.path}: token_embd.weight has {embedding.shape[0]} rows, "
+            f"the vocabulary {n_tokens} tokens"
+        )
+    return n_tokens
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer's weights; q, k and v are one matrix, gate and up another."""
+
+    attn_norm: Array
+    qkv: Matrix
+    qkv_bias: Array | None
+    heads: Any
+    out: Matrix
+    ffn_norm: Array
+    gate_up: Matrix
+    down: Matrix
+
+
+class DenseModel:
+    """A dense decoder on one device."""
+
+    def __init__(
+        self, config: DenseConfig, load: Loader, ops: Ops, type_k: str, type_v: str,
+        qkv_bias: bool = False, qk_norm: bool = False,
+    ) -> None:  # fmt: skip
+        self.ops = ops
+        self.config = config
+        self.n_vocab = config.n_vocab
+        self.n_ctx_train = config.n_ctx_train
+        self.groups = (
+            GroupSpec(
+                GROUP, "attention", tuple(range(config.n_layers)),
+                config.n_kv_heads, config.head_dim, config.head_dim,
+            ),
+        )  # fmt: skip
+        self._rope = ops.rope(config.rope)
+        self.embedding = load.matrix(config.width, ("token_embd.weight", config.n_vocab))
+        self.layers = [
+            self._layer(f"blk.{i}.", load, type_k, type_v, qkv_bias, qk_norm)
+            for i in range(config.n_layers)
+        ]
+        self.final_norm = load.vector(("output_norm.weight", config.width))
+        self.output = self.embedding
+        if load.has("output.weight"):
+            self.output = load.matrix(config.width, ("output.weight", config.n_vocab))
+
+    def _layer(
+        self, at: str, load: Loader, type_k: str, type_v: str, qkv_bias: bool, qk_norm: bool
+    ) -> Layer:
+        c = self.config
+        q, kv = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+        qkv = [("attn_q", q), ("attn_k", kv), ("attn_v", kv)]
+
+        def norm(name: str, size: int) -> Array:
+            return load.vector((f"{at}{name}.weight", size))
+
+        q_norm = norm("attn_q_norm", c.head_dim) if qk_norm else None
+        k_norm = norm("attn_k_norm", c.head_dim) if qk_norm else None
+        shape = Heads(c.n_heads, c.n_kv_heads, c.head_dim, c.head_dim, c.head_dim**-0.5)
+        return Layer(
+            attn_norm=norm("attn_norm", c.width),
+            qkv=load.matrix(c.width, *((f"{at}{n}.weight", rows) for n, rows in qkv)),
+            qkv_bias=load.vector(*((f"{at}{n}.bias", rows) for n, rows in qkv))
+            if qkv_bias
+            else None,
+            heads=self.ops.heads(shape, type_k, type_v, q_norm, k_norm, c.eps),
+            out=load.matrix(q, (f"{at}attn_output.weight", c.width)),
+            ffn_norm=norm("ffn_norm", c.width),
+            gate_up=load.matrix(
+                c.width,
+                (f"{at}ffn_gate.weight", c.ffn_width),
+                (f"{at}ffn_up.weight", c.ffn_width),
+            ),
+            down=load.matrix(c.ffn_width, (f"{at}ffn_down.weight", c.width)),
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes that all matrices hold."""
+        matrices = [m for x in self.layers for m in (x.qkv, x.out, x.gate_up, x.down)]
+        matrices += [self.embedding] + ([self.output] if self.output is not self.embedding else [])
+        return sum(m.nbytes for m in matrices)
+
+    def forward(self, batch: Batch) -> Array:
+        """Logits of the batch's `logit_rows`."""
+        ops, eps = self.ops, self.config.eps
+        memory = batch.groups[GROUP]
+        rope = ops.rope_table(self._rope, batch.positions)
+        x = ops.embed(self.embedding, batch.tokens)
+        for layer, (k, v) in zip(self.layers, memory.offsets, strict=True):
+            qkv = ops.linear(x, layer.qkv, layer.attn_norm, eps, 0, layer.qkv_bias)
+            heads = ops.attention(qkv, layer.heads, memory.pages, rope, k, v)
+            ops.linear(heads, layer.out, into=x)
+            gate_up = ops.linear(x, layer.gate_up, layer.ffn_norm, eps)
+            ops.linear(gate_up, layer.down, act=SILU_MUL, into=x)
+        return ops.linear(ops.take_rows(x, batch.logit_rows), self.output, self.final_norm, eps)

@@ -1,0 +1,52 @@
+"""What memory holds, for people and programs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from quire.memory.budget import Budget
+from quire.memory.interface import Memory
+
+
+class MemoryReport:
+    """A look at memory as it is now; prints as a table."""
+
+    def __init__(self, memory: Memory, budget: Budget, ops: Any) -> None:
+        self._memory = memory
+        self._budget = budget
+        self._ops = ops
+
+    def as_dict(self) -> dict[str, Any]:
+        """Bytes by use, the budget, and the pools' counts."""
+        return {
+            "budget_bytes": self._budget.limit_bytes,
+            "used_bytes": self._budget.used,
+            "compute_bytes": self._ops.cpu.arena_bytes,
+            "breakdown": self._budget.breakdown,
+            "stats": {name: asdict(group) for name, group in self._memory.stats().items()},
+        }
+
+    def audit(self) -> None:
+        """Raises where the books of memory do not balance."""
+        self._memory.audit()
+
+    def __str__(self) -> str:
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table("use", "value", title="memory")
+        for name, value in _flatten("", self.as_dict()):
+            table.add_row(name, f"{value:,}" if isinstance(value, int) else str(value))
+        console = Console(width=100)
+        with console.capture() as capture:
+            console.print(table)
+        return capture.get()
+
+
+def _flatten(prefix: str, values: dict[str, Any]) -> list[tuple[str, Any]]:
+    rows: list[tuple[str, Any]] = []
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        rows += _flatten(f"{name}.", value) if isinstance(value, dict) else [(name, value)]
+    return rows

@@ -1,0 +1,148 @@
+"""Sessions: contexts that are appended to, branched and rewound."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Unpack
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.engine.sequence import Sequence
+from quire.errors import RequestError
+from quire.types import Completion, Constraint, Sampling, SamplingFields
+
+if TYPE_CHECKING:
+    from quire.llm import LLM
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A place in a session to come back to."""
+
+    name: str
+    tokens: tuple[int, ...]
+    computed: int
+    logits: NDArray[np.float32] | None
+
+
+class Session:
+    """A context that lives until it is closed; also a context manager."""
+
+    def __init__(self, llm: LLM, sequence: Sequence) -> None:
+        self._llm = llm
+        self._sequence = sequence
+        self._marks = 0
+        self._open = True
+
+    @property
+    def tokens(self) -> list[int]:
+        """Everything appended and generated so far."""
+        return list(self._live().tokens)
+
+    @property
+    def position(self) -> int:
+        """Where the next token goes."""
+        return len(self._live().tokens)
+
+    def append(self, prompt: str | Seq[int]) -> Session:
+        """Adds text or token ids and computes them now."""
+        sequence = self._live()
+        tokens = self._llm.tokens_of(prompt, add_special=not sequence.tokens)
+        before = len(sequence.tokens)
+        self._llm.engine.append(sequence, tokens)
+        try:
+            self._compute()
+        except BaseException:
+            self._llm.engine.stop(sequence)
+            self._llm.engine.truncate(sequence, before)
+            raise
+        return self
+
+    def generate(
+        self, sampling: Sampling | None = None, *, stop: str | Seq[str] = (),
+        constraint: Constraint | None = None, **fields: Unpack[SamplingFields],
+    ) -> Completion:  # fmt: skip
+        """Goes on from here; what it makes becomes part of the session."""
+        sequence = self._live()
+        chosen = (sampling or Sampling()).replace(**fields)
+        job = self._llm.new_job(sequence, (), chosen, stop, constraint)
+        try:
+            self._llm.jobs.finish([job])
+        finally:
+            self._llm.jobs.drop(job)
+        return job.completion(self._llm.load_s)
+
+    def logits(self) -> NDArray[np.float32]:
+        """Logits after the last token."""
+        sequence = self._live()
+        if not sequence.tokens:
+            raise RequestError("an empty session has no logits; append something first")
+        if sequence.logits is None:
+            last = sequence.tokens[-1]
+            if sequence.pending == 0:
+                self._llm.engine.truncate(sequence, len(sequence.tokens) - 1)
+                self._llm.engine.append(sequence, [last])
+            self._compute()
+        assert sequence.logits is not None
+        return sequence.logits.copy()
+
+    def fork(self) -> Session:
+        """A second session with the same past; the two share every page."""
+        return Session(self._llm, self._llm.engine.fork(self._live()))
+
+    def checkpoint(self) -> Mark:
+        """A mark of this place; moves no bytes."""
+        sequence = self._live()
+        self._marks += 1
+        name = f"{sequence.id}:{self._marks}"
+        self._llm.engine.memory.checkpoint_save(sequence.id, name)
+        return Mark(name, tuple(sequence.tokens), sequence.computed, sequence.logits)
+
+    def rewind(self, to: Mark | int) -> Session:
+        """Back to a mark, or by a negative number of tokens."""
+        sequence = self._live()
+        if isinstance(to, Mark):
+            self._llm.engine.memory.checkpoint_restore(sequence.id, to.name)
+            sequence.tokens[:] = to.tokens
+            sequence.computed, sequence.logits = to.computed, to.logits
+        elif -len(sequence.tokens) <= to < 0:
+            self._llm.engine.truncate(sequence, len(sequence.tokens) + to)
+        else:
+            raise RequestError(
+                f"rewind takes a mark, or -1 to -{len(sequence.tokens)} tokens here, not {to!r}"
+            )
+        return self
+
+    def close(self) -> None:
+        """Gives its pages back; marks made in it go too."""
+        if self._open:
+            self._open = False
+            self._llm.engine.close(self._sequence)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _live(self) -> Sequence:
+        if not self._open:
+            raise RequestError("this session is closed; open another with llm.session()")
+        return self._sequence
+
+    def _compute(self) -> None:
+        """Steps until everything appended is in memory."""
+        sequence = self._sequence
+        if sequence.pending and sequence not in self._llm.engine.scheduler.active:
+            self._llm.engine.append(sequence, ())
+        while sequence.pending:
+            self._llm.jobs.step()
+            if sequence.error:
+                error, sequence.error = sequence.error, None
+                raise error
+
+    def __repr__(self) -> str:
+        state: Any = f"{len(self._sequence.tokens)} tokens" if self._open else "closed"
+        return f"<Session {state}>"

@@ -1,0 +1,99 @@
+"""The command line as a user types it, over a tiny random model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+import quire
+from quire.cli import main
+from tests import tiny
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    made = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    tiny.write(made, tiny.Tiny())
+    return str(made)
+
+
+def run(*words: str, input: str | None = None) -> Result:
+    return CliRunner().invoke(main, list(words), input=input)
+
+
+def test_run_streams_what_generate_gives(path: str) -> None:
+    with quire.load(path) as llm:
+        messages = [{"role": "user", "content": "hello"}]
+        answer = llm.chat(messages, max_tokens=9).text
+        raw = llm.generate("hello", max_tokens=9).text
+    assert run("run", "hello", "-m", path, "-n", "9").stdout == answer + "\n"
+    assert run("run", "hello", "-m", path, "-n", "9", "--raw").stdout == raw + "\n"
+    assert run("run", "-m", path, "-n", "9", "--raw", input="hello").stdout == raw + "\n"
+
+
+def test_run_json_is_one_object(path: str) -> None:
+    result = run("run", "hello", "-m", path, "-n", "5", "--json", "-t", "1", "--temp", "0.5")
+    made = json.loads(result.stdout)
+    assert {"text", "token_ids", "timings", "memory"} <= set(made)
+    assert len(made["token_ids"]) <= 5 and made["timings"]["load_s"] > 0
+    assert "1 threads" in made["device"]
+
+
+def test_run_constrained(path: str) -> None:
+    result = run("run", "hello", "-m", path, "-n", "30", "--regex", "a|bb|ccc")
+    assert result.stdout.strip() in ("a", "bb", "ccc")
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["run", "x", "-m", "no/such/file.gguf"], "no/such/file.gguf"),
+        (["run", "x", "-m", "no-such-alias"], "no-such-alias"),
+        (["run", "x", "-m", "weights.bin"], "weights.bin"),
+        (["run", "x", "--temp", "-1"], "temperature"),
+        (["run", "x", "-n", "0"], "max_tokens"),
+        (["show", "no/such/file.gguf"], "no/such/file.gguf"),
+    ],
+)
+def test_mistakes_are_a_sentence_and_a_status(words: list[str], named: str) -> None:
+    result = run(*words)
+    assert result.exit_code == 1
+    assert named in result.stderr and "Traceback" not in result.output
+    assert result.stderr.startswith("quire: ") and len(result.stderr.splitlines()) == 1
+
+
+def test_chat_answers_and_rewinds(path: str) -> None:
+    lines = "hi\n/rewind\nhi\n/rewind 5\n/memory\n/nonsense\n/help\n/quit\nnever said\n"
+    result = run("chat", "-m", path, "-n", "6", input=lines)
+    assert result.exit_code == 0
+    answers = [line for line in result.stdout.splitlines() if line]
+    assert answers[0] == answers[2] and answers[1].startswith("took back 1")
+    assert "/rewind takes 1 to 1" in result.stderr and "there is no /nonsense" in result.stderr
+    assert "weights" in result.stdout
+
+
+def test_show_tells_formats_and_kernels(path: str) -> None:
+    facts = json.loads(run("show", path, "--json").stdout)
+    assert facts["architecture"] == "llama" and "F32" in facts["formats"]
+    assert any(isa in facts["kernels"] for isa in ("avx512-vnni", "avx2", "portable"))
+    assert "blk.0.attn_q.weight" in run("show", path, "--tensors").stdout
+
+
+def test_list_and_help_know_every_command() -> None:
+    assert "smollm2" in run("list").stdout
+    listed = run("--help").stdout
+    for name in ("run", "chat", "show", "list", "pull"):
+        assert name in listed
+        assert run(name, "--help").exit_code == 0
+
+
+def test_version() -> None:
+    assert quire.__version__ in run("--version").stdout
+
+
+def test_readme_commands_exist() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    assert readme.index("make demo") < readme.index("make test") < 2000

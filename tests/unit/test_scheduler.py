@@ -1,0 +1,122 @@
+"""Who runs: the policy alone, over a memory that only counts tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.engine.scheduler import Scheduler
+from quire.engine.sequence import Accepted, Generation, Sequence
+from quire.types import Request, Sampling
+
+END = 99
+
+
+class CountingMemory:
+    """Room for so many tokens."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.held: dict[int, int] = {}
+
+    def fits(self, counts: Seq[tuple[int, int]]) -> bool:
+        return sum(self.held.values()) + sum(n for _, n in counts) <= self.room
+
+    def seq_rm(self, seq: int, p0: int, p1: int) -> bool:
+        self.held.pop(seq, None)
+        return True
+
+
+class NoSampler:
+    def observe(self, token: int) -> None:
+        pass
+
+
+def sequence(id: int, prompt: int, answer: int) -> Sequence:
+    made = Sequence(id, [1] * prompt)
+    made.generation = Generation(
+        Request((), Sampling(max_tokens=answer)), NoSampler(), matcher=None
+    )
+    return made
+
+
+def step(scheduler: Scheduler, memory: CountingMemory, token: int = 5) -> list[Any]:
+    plan = scheduler.plan(memory)
+    accepted = []
+    for entry in plan.entries:
+        held = memory.held.get(entry.sequence.id, 0)
+        assert held == entry.sequence.computed
+        memory.held[entry.sequence.id] = held + entry.count
+        one = Accepted(entry.sequence, entry.count)
+        if entry.ends:
+            one.token = token
+        accepted.append(one)
+    assert sum(e.count for e in plan.entries) <= scheduler.max_tokens
+    assert sum(memory.held.values()) <= memory.room
+    outputs = scheduler.advance(accepted)
+    for output in outputs:
+        if output.finish_reason or output.error:
+            memory.held.pop(output.sequence, None)
+    return outputs
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20)), min_size=1, max_size=8),
+    st.integers(80, 200),
+    st.integers(1, 40),
+)
+def test_whoever_fits_alone_finishes(
+    sizes: list[tuple[int, int]], room: int, max_tokens: int
+) -> None:
+    scheduler = Scheduler(max_tokens, 10_000, frozenset({END}))
+    memory = CountingMemory(room)
+    for id, (prompt, answer) in enumerate(sizes):
+        scheduler.add(sequence(id, prompt, answer))
+    gained = dict.fromkeys(range(len(sizes)), 0)
+    for _ in range(20_000):
+        if not scheduler.active:
+            break
+        for output in step(scheduler, memory):
+            assert output.error is None
+            gained[output.sequence] += len(output.token_ids)
+    assert not scheduler.active
+    assert gained == {id: answer for id, (_, answer) in enumerate(sizes)}
+
+
+def test_one_that_does_not_fit_alone_fails_and_others_go_on() -> None:
+    scheduler = Scheduler(64, 10_000, frozenset())
+    memory = CountingMemory(50)
+    scheduler.add(sequence(0, 51, 5))
+    scheduler.add(sequence(1, 10, 5))
+    outputs = []
+    for _ in range(50):
+        if scheduler.active:
+            outputs += step(scheduler, memory)
+    assert [o.sequence for o in outputs if o.error] == [0]
+    assert sum(len(o.token_ids) for o in outputs if o.sequence == 1) == 5
+
+
+def test_generating_sequences_do_not_wait_for_a_prompt() -> None:
+    scheduler = Scheduler(8, 10_000, frozenset())
+    memory = CountingMemory(1000)
+    scheduler.add(sequence(0, 4, 50))
+    step(scheduler, memory)
+    scheduler.add(sequence(1, 100, 5))
+    for _ in range(10):
+        plan = scheduler.plan(memory)
+        assert [(e.sequence.id, e.count) for e in plan.entries] == [(0, 1), (1, 7)]
+        step(scheduler, memory)
+
+
+def test_an_end_token_ends_unless_ignored() -> None:
+    for ignore, reason in ((False, "stop"), (True, None)):
+        scheduler = Scheduler(8, 10_000, frozenset({END}))
+        one = sequence(0, 2, 50)
+        assert one.generation is not None
+        one.generation.sampling = Sampling(max_tokens=50, ignore_eos=ignore)
+        scheduler.add(one)
+        (output,) = step(scheduler, CountingMemory(100), token=END)
+        assert output.finish_reason == reason and output.token_ids == (END,)
