@@ -15,8 +15,11 @@ from quire.types import Completion, FinishReason, Request, StepOutput, Timings, 
 class Job:
     """One request: collects its tokens, turns them into text, watches for stop strings."""
 
-    def __init__(self, sequence: Sequence, request: Request, detokenizer: Detokenizer) -> None:
+    def __init__(
+        self, sequence: Sequence, request: Request, detokenizer: Detokenizer, keep: bool
+    ) -> None:
         self.sequence = sequence
+        self.keep = keep  # whether the sequence lives on when the job is done
         self.request = request
         self.prompt_tokens = len(sequence.tokens) + len(request.tokens)
         self.computed_tokens = self.prompt_tokens - sequence.computed
@@ -94,7 +97,7 @@ class JobRunner:
         try:
             self._deliver(self._engine.start(job.sequence, job.request))
         except BaseException:
-            self._jobs.pop(job.sequence.id, None)
+            self.drop(job)
             raise
 
     def finish(self, jobs: Seq[Job]) -> None:
@@ -107,9 +110,11 @@ class JobRunner:
         self._deliver(self._engine.step())
 
     def drop(self, job: Job) -> None:
-        """Ends a job early; nothing happens when it is done."""
-        if self._jobs.pop(job.sequence.id, None):
-            self._engine.stop(job.sequence)
+        """Ends a job, and its sequence unless that is to be kept; once is enough."""
+        if self._jobs.get(job.sequence.id) is job:
+            del self._jobs[job.sequence.id]
+            end = self._engine.stop if job.keep else self._engine.close
+            end(job.sequence)
 
     def _deliver(self, outputs: list[StepOutput]) -> None:
         for output in outputs:

@@ -17,9 +17,8 @@ from quire.engine.engine import Engine
 from quire.engine.runner import Runner
 from quire.errors import RequestError
 from quire.jobs import Job, JobRunner
-from quire.memory.attention import AttentionMemory
 from quire.memory.budget import Budget
-from quire.memory.layout import AttentionLayout, KVType
+from quire.memory.build import build_memory
 from quire.models.loader import ProgressFn
 from quire.models.registry import architecture_of, load_model
 from quire.ops.cpu import CpuOps
@@ -54,21 +53,12 @@ class LLM:
             self.model = load_model(file, self.ops, settings.type_k, settings.type_v, progress)
         self.budget.reserve(self.model.weight_bytes, "weights")
         self.n_ctx = settings.n_ctx or self.model.n_ctx_train
-        memory = self._memory(settings)
+        memory = build_memory(self.model.groups, self.budget, settings)
         constrainer = Constrainer(self.tokenizer)
         end_ids = self.tokenizer.eog_ids
         self.engine = Engine(Runner(self.model, self.ops), memory, self.n_ctx, constrainer, end_ids)
         self.jobs = JobRunner(self.engine, end_ids)
         self.load_s = time.perf_counter() - started
-
-    def _memory(self, settings: config.LoadConfig) -> AttentionMemory:
-        """The memory that the model declares; dense models have one group."""
-        (group,) = self.model.groups
-        type_k, type_v = KVType(settings.type_k), KVType(settings.type_v)
-        layout = AttentionLayout(group, type_k, type_v, settings.page_tokens)
-        return AttentionMemory(
-            layout, self.budget, settings.kv_cache_tokens, settings.kv_cache_demand_paged
-        )
 
     def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
         """Token ids of a text."""
@@ -114,7 +104,7 @@ class LLM:
             completions = [job.completion(self.load_s) for job in jobs]
         finally:
             for job in jobs:
-                self._end(job)
+                self.jobs.drop(job)
         return completions if batched else completions[0]
 
     def stream(
@@ -173,14 +163,14 @@ class LLM:
 
     def new_job(
         self, sequence: Any, tokens: Seq[int], sampling: Sampling, stop: str | Seq[str],
-        constraint: Constraint | None,
+        constraint: Constraint | None, keep: bool,
     ) -> Job:  # fmt: skip
         """A job on a sequence, started."""
         stops = [stop] if isinstance(stop, str) else list(stop)
         request = Request(tuple(tokens), sampling, constraint)
         continues = bool(sequence.tokens or tokens)
         detokenizer = Detokenizer(self.tokenizer, stops, continuation=continues)
-        job = Job(sequence, request, detokenizer)
+        job = Job(sequence, request, detokenizer, keep)
         self.jobs.start(job)
         return job
 
@@ -192,16 +182,7 @@ class LLM:
         self, prompt: Prompt, sampling: Sampling, stop: str | Seq[str], constraint: Any
     ) -> Job:
         tokens = self.tokens_of(prompt)
-        sequence = self.engine.open()
-        try:
-            return self.new_job(sequence, tokens, sampling, stop, constraint)
-        except BaseException:
-            self.engine.close(sequence)
-            raise
-
-    def _end(self, job: Job) -> None:
-        self.jobs.drop(job)
-        self.engine.close(job.sequence)
+        return self.new_job(self.engine.open(), tokens, sampling, stop, constraint, keep=False)
 
 
 class Stream:
@@ -236,7 +217,7 @@ class Stream:
         """Ends the generation."""
         if self._open:
             self._open = False
-            self._llm._end(self._job)
+            self._llm.jobs.drop(self._job)
 
     def __del__(self) -> None:
         self.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 from quire.memory.budget import Budget
@@ -20,11 +19,11 @@ class MemoryReport:
     def as_dict(self) -> dict[str, Any]:
         """Bytes by use, the budget, and the pools' counts."""
         return {
-            "budget_bytes": self._budget.limit_bytes,
+            "budget_bytes": self._budget.limit,
             "used_bytes": self._budget.used,
             "compute_bytes": self._ops.cpu.arena_bytes,
             "breakdown": self._budget.breakdown,
-            "stats": {name: asdict(group) for name, group in self._memory.stats().items()},
+            "stats": self._memory.stats(),
         }
 
     def audit(self) -> None:

@@ -33,7 +33,7 @@ class Session:
     def __init__(self, llm: LLM, sequence: Sequence) -> None:
         self._llm = llm
         self._sequence = sequence
-        self._marks = 0
+        self._marks: list[str] = []
         self._open = True
 
     @property
@@ -67,7 +67,7 @@ class Session:
         """Goes on from here; what it makes becomes part of the session."""
         sequence = self._live()
         chosen = (sampling or Sampling()).replace(**fields)
-        job = self._llm.new_job(sequence, (), chosen, stop, constraint)
+        job = self._llm.new_job(sequence, (), chosen, stop, constraint, keep=True)
         try:
             self._llm.jobs.finish([job])
         finally:
@@ -95,9 +95,8 @@ class Session:
     def checkpoint(self) -> Mark:
         """A mark of this place; moves no bytes."""
         sequence = self._live()
-        self._marks += 1
-        name = f"{sequence.id}:{self._marks}"
-        self._llm.engine.memory.checkpoint_save(sequence.id, name)
+        name = self._llm.engine.memory.checkpoint_save(sequence.id)
+        self._marks.append(name)
         return Mark(name, tuple(sequence.tokens), sequence.computed, sequence.logits)
 
     def rewind(self, to: Mark | int) -> Session:
@@ -119,6 +118,8 @@ class Session:
         """Gives its pages back; marks made in it go too."""
         if self._open:
             self._open = False
+            for name in self._marks:
+                self._llm.engine.memory.checkpoint_delete(name)
             self._llm.engine.close(self._sequence)
 
     def __enter__(self) -> Session:

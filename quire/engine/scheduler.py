@@ -90,7 +90,7 @@ class Scheduler:
                 if last.count > 1:
                     entries.append(Entry(last.sequence, last.count // 2))
                 else:
-                    self._fail(last.sequence)
+                    self._fail(memory, last.sequence)
                     entries = self._wanted()
         return Plan(tuple(entries))
 
@@ -117,7 +117,8 @@ class Scheduler:
         memory.seq_rm(sequence.id, 0, -1)
         sequence.computed = 0
 
-    def _fail(self, sequence: Sequence) -> None:
+    def _fail(self, memory: Room, sequence: Sequence) -> None:
+        self._preempt(memory, sequence)
         sequence.error = BudgetError(
             f"a sequence of {len(sequence.tokens)} tokens does not fit the memory budget alone; "
             "raise memory_budget or kv_cache_tokens, or close other sessions"

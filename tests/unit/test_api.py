@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +21,7 @@ PROMPT = "The quick brown fox"
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("model") / "tiny.gguf"
-    tiny.write(made, tiny.Tiny(context=256))
+    tiny.write(made, tiny.Tiny(context=256, tied=False))
     return made
 
 
@@ -141,12 +142,21 @@ def test_constraints_hold(llm: quire.LLM) -> None:
         quire.Json({"type": "no such type"}),
         quire.Json("not json"),
         quire.Grammar("start: nowhere"),
-        quire.Regex("(a{1,1000000}){1,1000000}"),
     ],
 )
 def test_bad_constraints_are_refused(llm: quire.LLM, constraint: quire.Regex) -> None:
     with pytest.raises(RequestError, match="constraint"):
         llm.generate(PROMPT, max_tokens=5, constraint=constraint)
+
+
+def test_costly_patterns_have_a_deadline(llm: quire.LLM) -> None:
+    for pattern in ("(a+)+b", "(a{1,1000}){1,1000000}", "(a|aa)*" * 50):
+        started = time.monotonic()
+        try:
+            llm.generate(PROMPT, max_tokens=5, constraint=quire.Regex(pattern))
+        except RequestError as error:
+            assert "constraint" in str(error)
+        assert time.monotonic() - started < 5
 
 
 def test_too_long_is_refused_and_never_truncated(llm: quire.LLM) -> None:

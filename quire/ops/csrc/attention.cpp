@@ -7,7 +7,7 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
-constexpr int TILE_TOKENS = 64;  // tokens of a tile, at most
+constexpr int TILE_TOKENS = 96;  // tokens of a tile, at most
 constexpr int STAGE_ROWS = 8;    // from here on converting keys and values once pays for all rows
 constexpr float MINUS_INFINITY = -__builtin_inff();
 
@@ -101,14 +101,10 @@ struct AsBF16 {
 template <class L, int R, int N>
 void score(const float* q, int dk, const void* const* blocks, int from, int to, float* s) {
     constexpr int STEP = N * LANES / BLOCK;
-    for (int b = from; b < to; b += STEP) {
-        const int base = b + STEP > SEGMENT_BLOCKS ? SEGMENT_BLOCKS - STEP : b;
+    for (; from + STEP <= to; from += STEP) {
         const typename L::T* k[N];
-        for (int n = 0; n < N; n++) {
-            int block = base + n * LANES / BLOCK;
-            block = block < from ? from : block >= to ? to - 1 : block;  // lanes nobody reads
-            k[n] = (const typename L::T*)blocks[block] + n * LANES % BLOCK;
-        }
+        for (int n = 0; n < N; n++)
+            k[n] = (const typename L::T*)blocks[from + n * LANES / BLOCK] + n * LANES % BLOCK;
         vf sum[R][N];
 #pragma GCC unroll 16
         for (int i = 0; i < R * N; i++) sum[i / N][i % N] = zero();
@@ -123,9 +119,12 @@ void score(const float* q, int dk, const void* const* blocks, int from, int to, 
                 for (int n = 0; n < N; n++) sum[r][n] = fma(x, key[n], sum[r][n]);
             }
         }
+        float* out = s + from * BLOCK;
 #pragma GCC unroll 16
-        for (int i = 0; i < R * N; i++) store(s + i / N * SEGMENT + base * BLOCK + i % N * LANES, sum[i / N][i % N]);
+        for (int i = 0; i < R * N; i++) store(out + i / N * SEGMENT + i % N * LANES, sum[i / N][i % N]);
     }
+    if constexpr (STEP > 1)
+        if (from < to) score<L, R, N / 2>(q, dk, blocks, from, to, s);
 }
 
 // Adds the values of keys [from, to) weighted by p to R accumulators, N vectors of dims.
@@ -167,10 +166,11 @@ using Score = void (*)(const float*, int, const void* const*, int, int, float*);
 using Weigh = void (*)(const float*, const void* const*, int64_t, int, int, int, float*, int64_t);
 
 // For 1 to 4 rows: enough chains in flight to hide the latency of a multiply-add.
+constexpr int WIDE = LANES == 16 ? 4 : 2;
 template <class L>
 struct Kernels {
-    static constexpr Score scores[4] = {score<L, 1, 8>, score<L, 2, 4>, score<L, 3, 2>, score<L, 4, 2>};
-    static constexpr Weigh weighs[4] = {weigh<L, 1, 4>, weigh<L, 2, 4>, weigh<L, 3, 2>, weigh<L, 4, 2>};
+    static constexpr Score scores[4] = {score<L, 1, 8>, score<L, 2, 4>, score<L, 3, WIDE>, score<L, 4, WIDE>};
+    static constexpr Weigh weighs[4] = {weigh<L, 1, 4>, weigh<L, 2, 4>, weigh<L, 3, WIDE>, weigh<L, 4, WIDE>};
 };
 
 inline const Score* scores_of(KvType type) {
@@ -204,7 +204,7 @@ inline int64_t state_stride(const AttentionShape& s) { return s.dv_padded + 16; 
 
 int64_t scratch(const AttentionShape& s, int rows) {
     const int64_t n = int64_t(rows) * s.group;
-    return padded(n * s.dk) + n * SEGMENT + 2 * n * state_stride(s) + int64_t(SEGMENT) * (s.dk + s.dv_padded);
+    return padded(n * s.dk) + 4 * SEGMENT + 2 * n * state_stride(s) + int64_t(SEGMENT) * (s.dk + s.dv_padded);
 }
 
 inline Scratch carve(const AttentionShape& s, int rows, float* p) {
@@ -212,7 +212,7 @@ inline Scratch carve(const AttentionShape& s, int rows, float* p) {
     Scratch c;
     c.q = p;
     c.s = c.q + padded(n * s.dk);
-    c.state = c.s + n * SEGMENT;
+    c.state = c.s + 4 * SEGMENT;
     c.part = c.state + n * state_stride(s);
     c.keys = c.part + n * state_stride(s);
     c.values = c.keys + int64_t(SEGMENT) * s.dk;
@@ -305,25 +305,21 @@ inline vf soft_cap(vf x, float cap) {
 // Scores to weights in place; leaves the maximum and the total. Keys outside [from, to) or without
 // their bit in `seen` weigh exactly 0. A visible score that is not finite makes the total NaN.
 void softmax(float* s, int from, int to, const uint16_t* seen, float cap, float* maximum, float* total) {
+    constexpr unsigned ALL = (1u << LANES) - 1;
     const int first = from / LANES * LANES;
     vf high = set1(MINUS_INFINITY), bad = zero(), sum = zero();
     for (int j = first; j < to; j += LANES) {
         vf x = load(s + j);
-        unsigned bits = (1u << LANES) - 1;
+        unsigned bits = ALL;
         if (j < from) bits &= ~0u << (from - j);
         if (j + LANES > to) bits &= (1u << (to - j)) - 1;
         if (seen) bits &= unsigned(seen[j / BLOCK]) >> (j % BLOCK);
-        if (bits != (1u << LANES) - 1) {
-            x = choose(bits, x, zero());
-            bad = fma(x, zero(), bad);
-            if (cap != 0.0f) x = soft_cap(x, cap);
-            x = choose(bits, x, set1(MINUS_INFINITY));
-        } else {
-            bad = fma(x, zero(), bad);
-            if (cap != 0.0f) x = soft_cap(x, cap);
-        }
+        if (bits != ALL) x = choose(bits, x, zero());
+        bad = fma(x, zero(), bad);
+        if (cap != 0.0f) x = soft_cap(x, cap);
+        if (bits != ALL) x = choose(bits, x, set1(MINUS_INFINITY));
         high = max(high, x);
-        store(s + j, x);
+        if (bits != ALL || cap != 0.0f) store(s + j, x);
     }
     const float m = reduce_max(high);
     for (int j = first; j < to; j += LANES) {
@@ -332,7 +328,7 @@ void softmax(float* s, int from, int to, const uint16_t* seen, float cap, float*
         store(s + j, e);
     }
     *maximum = m;
-    *total = reduce_add(sum) + reduce_add(bad);
+    *total = reduce_add(add(sum, bad));
 }
 
 // ---- rows of a tile over one segment ----
@@ -387,7 +383,7 @@ void attend_segment(const AttendJob& job, const Tile& tile, const Segment& g, co
             to[i] = end < SEGMENT ? end : SEGMENT;
             seen[i] = job.pages->slot_positions ? g.seen[token] : nullptr;
         }
-        attend_rows(s, g, n, c.q + int64_t(r) * s.dk, c.s + r * SEGMENT, from, to, seen, part + r * state_stride(s));
+        attend_rows(s, g, n, c.q + int64_t(r) * s.dk, c.s, from, to, seen, part + r * state_stride(s));
     }
 }
 
@@ -400,8 +396,9 @@ void fold(const AttentionShape& s, float* state, const float* part) {
         std::memcpy(state, part, size_t(n + 2) * 4);
         return;
     }
-    const float m = state[n] > part[n] ? state[n] : part[n];
-    const float a = exp_one(state[n] - m), b = exp_one(part[n] - m);
+    const bool keep = state[n] > part[n];
+    const float other = exp_one(keep ? part[n] - state[n] : state[n] - part[n]);  // e^0 is exactly 1
+    const float m = keep ? state[n] : part[n], a = keep ? 1.0f : other, b = keep ? other : 1.0f;
     for (int d = 0; d < n; d += LANES)
         store(state + d, fma(load(part + d), set1(b), mul(load(state + d), set1(a))));
     state[n] = m;

@@ -322,7 +322,7 @@ class Pages {
         for (size_t j = 0; j < plan.joins.size(); j++) plan.left[j] = plan.joins[j].parts;
     }
 
-    static constexpr int TILE_ROWS = 64;  // query rows (tokens x heads of a group) of a tile
+    static constexpr int TILE_ROWS = 96;  // query rows (tokens x heads of a group) of a tile
 
     IntRows tables_;
     Ints first_, length_, slots_, positions_, seq_rows_;

@@ -6,6 +6,7 @@
 
 #include "array.h"
 #include "threads.h"
+#include "tile_memory.h"
 
 namespace quire {
 
@@ -20,6 +21,7 @@ struct Cpu {
     bool exact;  // float32 activations throughout, instead of int8 in products with quantised weights
     ThreadPool pool;
     std::shared_ptr<Arena> arena = std::make_shared<Arena>();
+    TileArena tiles;
 
     Cpu(int threads, Isa i, bool e) : isa(i), exact(e), pool(threads) {}
     Array array(int64_t rows, int64_t cols) { return Array(arena, rows, cols); }

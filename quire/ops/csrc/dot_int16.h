@@ -85,20 +85,26 @@ static inline void dots(const uint8_t* w, const uint8_t* x, vi (&dot)[T]) {
             for (int t = 0; t < T; t++) {
                 const vi a = fold(signed_products(lo, broadcast(word_i32(x + 32 * t + 4 * V))), ones);
                 dot[t] = V == 0 ? a : add32(dot[t], a);
+                pin(dot[t]);
             }
 #pragma GCC unroll 4
-            for (int t = 0; t < T; t++)
+            for (int t = 0; t < T; t++) {
                 dot[t] = add32(dot[t], fold(signed_products(hi, broadcast(word_i32(x + 32 * t + 16 + 4 * V))), ones));
+                pin(dot[t]);
+            }
         } else {
             constexpr bool first = V == 0 || (layout.bits == 5 && V == 2);
 #pragma GCC unroll 4
             for (int t = 0; t < T; t++) {
                 const vi a = products(lo, broadcast(word_i32(x + 32 * t + 4 * V)));
                 sum[t] = first ? a : add16(sum[t], a);
+                pin(sum[t]);
             }
 #pragma GCC unroll 4
-            for (int t = 0; t < T; t++)
+            for (int t = 0; t < T; t++) {
                 sum[t] = add16(sum[t], products(hi, broadcast(word_i32(x + 32 * t + 16 + 4 * V))));
+                pin(sum[t]);
+            }
             if constexpr (V == 3 || (layout.bits == 5 && V == 1)) {
 #pragma GCC unroll 4
                 for (int t = 0; t < T; t++)
@@ -139,7 +145,11 @@ static inline void add_half(const uint8_t* w, const uint8_t* x, vi scale, vi (&d
         for (int t = 0; t < T; t++) {
             const vi a = products(bytes, broadcast(word_i32(x + 32 * t + 16 * HALF + 4 * V)));
             sum[t] = V == 0 || (pairs && V == 2) ? a : add16(sum[t], a);
-            if constexpr (V == 3 || (pairs && V == 1)) dot[t] = add32(dot[t], fold(sum[t], scale));
+            pin(sum[t]);
+            if constexpr (V == 3 || (pairs && V == 1)) {
+                dot[t] = add32(dot[t], fold(sum[t], scale));
+                pin(dot[t]);
+            }
         }
     };
     step.template operator()<0>();

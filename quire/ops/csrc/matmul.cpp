@@ -52,8 +52,6 @@ void quantized(const uint8_t* w, int64_t cols, const uint8_t* x, float* out) {
         }
         const int64_t end = super != 0 ? k + 256 : cols;
         for (; k < end; k += 32) {
-            if constexpr (T <= 2)
-                for (int64_t i = 0; i < tile; i += 64) __builtin_prefetch(w + 2048 + i);
             add_tile<F, T>(w, x, d, dmin, acc);
             w += tile;
             x += Record::bytes * T;

@@ -1,14 +1,10 @@
 #include "matrix.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
-#include <new>
 
 namespace quire {
 namespace {
 
-constexpr int64_t HUGE_PAGE = 2 << 20;
 constexpr int64_t PANEL_BYTES = 384 << 10;  // activations that stay in a core's second cache
 
 int64_t blocks_of(const Part& part, int lanes) { return (part.rows + lanes - 1) / lanes; }
@@ -78,17 +74,6 @@ const MatmulKernels& matmul_kernels(Isa isa) {
     return portable::matmul_kernels;
 }
 
-TileMemory::TileMemory(int64_t bytes) : bytes_(bytes) {
-    void* data = mmap(nullptr, size_t(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (data == MAP_FAILED) throw std::bad_alloc();
-    data_ = static_cast<uint8_t*>(data);
-    if (bytes >= HUGE_PAGE) madvise(data, size_t(bytes), MADV_HUGEPAGE);
-}
-
-TileMemory::~TileMemory() {
-    if (data_) munmap(data_, size_t(bytes_));
-}
-
 int64_t packed_bytes(Isa isa, const FileFormat& format, int64_t rows, int64_t cols) {
     const int lanes = matmul_kernels(isa).lanes;
     return (rows + lanes - 1) / lanes * block_bytes(format.tile, lanes, cols);
@@ -98,7 +83,7 @@ Matrix pack(Cpu& cpu, const std::vector<FilePart>& files) {
     const int lanes = matmul_kernels(cpu.isa).lanes;
     int64_t bytes = 0;
     for (const FilePart& file : files) bytes += packed_bytes(cpu.isa, *file.format, file.rows, file.cols);
-    Matrix w{cpu.isa, 0, files[0].cols, {}, TileMemory(bytes)};
+    Matrix w{cpu.isa, 0, files[0].cols, {}, cpu.tiles.take(bytes)};
     uint8_t* at = w.memory.data();
     for (const FilePart& file : files) {
         const int64_t stride = block_bytes(file.format->tile, lanes, file.cols);

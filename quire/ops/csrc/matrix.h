@@ -1,7 +1,6 @@
 // A linear map in memory and what is done with it. Arguments are checked by the caller.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -12,22 +11,6 @@
 namespace quire {
 
 const MatmulKernels& matmul_kernels(Isa isa);
-
-// Zeroed bytes straight from the system, so that they go back to it with the matrix.
-class TileMemory {
-  public:
-    explicit TileMemory(int64_t bytes);
-    ~TileMemory();
-    TileMemory(TileMemory&& o) noexcept : data_(o.data_), bytes_(o.bytes_) { o.data_ = nullptr; }
-    TileMemory(const TileMemory&) = delete;
-
-    uint8_t* data() const { return data_; }
-    int64_t bytes() const { return bytes_; }
-
-  private:
-    uint8_t* data_;
-    int64_t bytes_;
-};
 
 // [rows, cols], made of parts stacked along the rows: qkv in one, gate and up in one.
 struct Matrix {

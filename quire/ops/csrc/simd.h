@@ -220,6 +220,28 @@ static inline unsigned bits_nan(vf a) { return bits_of(a != a); }
 #endif
 
 // Sums and maxima over the lanes in one fixed order: halves are folded until one lane is left.
+#if defined(QUIRE_AVX512) || defined(QUIRE_AVX2)
+static inline float reduce_add(vf v) {
+#if defined(QUIRE_AVX512)
+    const __m256 a = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+#else
+    const __m256 a = v;
+#endif
+    __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    b = _mm_add_ps(b, _mm_movehl_ps(b, b));
+    return _mm_cvtss_f32(_mm_add_ss(b, _mm_movehdup_ps(b)));
+}
+static inline float reduce_max(vf v) {
+#if defined(QUIRE_AVX512)
+    const __m256 a = _mm256_max_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+#else
+    const __m256 a = v;
+#endif
+    __m128 b = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    b = _mm_max_ps(b, _mm_movehl_ps(b, b));
+    return _mm_cvtss_f32(_mm_max_ss(b, _mm_movehdup_ps(b)));
+}
+#else
 static inline float reduce_add(vf a) {
     float t[LANES];
     store(t, a);
@@ -234,6 +256,7 @@ static inline float reduce_max(vf a) {
         for (int i = 0; i < w; i++) t[i] = t[i] > t[i + w] ? t[i] : t[i + w];
     return t[0];
 }
+#endif
 
 // e^x to about 2 ulp; exact 0 below -87.3 (so that masked scores vanish), clamped above 88.
 static inline vf exp(vf x) {
@@ -249,13 +272,12 @@ static inline vf exp(vf x) {
     p = fma(p, r, set1(1.6666665459e-1f));
     p = fma(p, r, set1(5.0000001201e-1f));
     p = add(fma(p, mul(r, r), r), set1(1.0f));
-    const vf e = mul(p, pow2(n));
 #if defined(QUIRE_AVX512)
-    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, low, _CMP_GT_OQ), e);
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, low, _CMP_GT_OQ), p, n);
 #elif defined(QUIRE_AVX2)
-    return _mm256_and_ps(_mm256_cmp_ps(x, low, _CMP_GT_OQ), e);
+    return _mm256_and_ps(_mm256_cmp_ps(x, low, _CMP_GT_OQ), mul(p, pow2(n)));
 #else
-    return x > low ? e : zero();
+    return x > low ? mul(p, pow2(n)) : zero();
 #endif
 }
 

@@ -1,0 +1,353 @@
+"""Random operations on memory against a model that copies everything.
+
+The model is a dictionary of lists. After every step each sequence and each checkpoint must read
+back from the pages what the model says, the conservation laws must hold, and no slot that
+another holder can see may have changed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from fake_kernel import Token, attend, history, make_attention, snapshot, write
+from hypothesis import HealthCheck, assume, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+from quire.errors import OutOfMemory, PagesError, RequestError
+from quire.memory.attention import AttentionMemory
+from quire.memory.interface import SeqTokens, Status
+from quire.memory.table import Table
+
+import numpy as np
+
+SEQ = st.integers(0, 4)
+COUNTS = st.dictionaries(SEQ, st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=3)
+EDGE = st.integers(-1, 30)
+
+
+class Boom(Exception):
+    """Something that goes wrong inside a lease."""
+
+
+class MemoryMachine(RuleBasedStateMachine):
+    """One memory, one model, and everything that can be done to both."""
+
+    @initialize(
+        page_tokens=st.sampled_from([1, 2, 4, 16]),
+        # Pages of less than, about and more than a page of the system, none of them a multiple.
+        head_dim=st.sampled_from([2, 272, 1040]),
+        n_pages=st.integers(4, 40),
+        capped=st.booleans(),
+    )
+    def make(self, page_tokens: int, head_dim: int, n_pages: int, capped: bool) -> None:
+        page_bytes = 16 * max(head_dim * page_tokens, 16)
+        limit = 1 << 24 if capped else max(n_pages * page_bytes, 8192)
+        cap = n_pages * page_tokens if capped else None
+        self.memory: AttentionMemory = make_attention(page_tokens, head_dim, limit, cap)
+        self.seqs: dict[int, list[Token]] = {}
+        self.saved: dict[str, list[Token]] = {}
+        self.ids = itertools.count(1)
+        self.watched: dict[int, tuple[set[str], int, list[bytes]]] = {}
+
+    # -- appending ------------------------------------------------------------------------------
+
+    def new_entries(self, counts: dict[int, tuple[int, int]]) -> list[SeqTokens]:
+        return [
+            SeqTokens(seq, np.array([next(self.ids) for _ in range(n)], np.int32))
+            for seq, (n, _) in counts.items()
+        ]
+
+    def extended(self, seq: int, tokens: list[int]) -> list[Token]:
+        old = self.seqs.get(seq, [])
+        start = max((p for _, p in old), default=-1) + 1
+        return old + [(t, start + i) for i, t in enumerate(tokens)]
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        before = snapshot(self.memory)
+        yield
+        assert snapshot(self.memory) == before
+
+    def no_turns(self) -> bool:
+        return all(t.pending is None for t in self.memory._tables.values())
+
+    @precondition(no_turns)
+    @rule(counts=COUNTS)
+    def append(self, counts: dict[int, tuple[int, int]]) -> None:
+        entries = self.new_entries(counts)
+        fits = self.memory.fits([(e.seq, len(e.tokens)) for e in entries])
+        before = snapshot(self.memory)
+        try:
+            lease = self.memory.reserve(entries)
+        except OutOfMemory:
+            assert not fits and snapshot(self.memory) == before
+            return
+        assert fits
+        with lease:
+            write(lease.ubatch)
+            self.memory.audit()
+            for row, (seq, tokens) in enumerate(entries):
+                assert attend(lease.views["full"], row) == self.extended(seq, tokens.tolist())
+            kept = {seq: min(kept, n) for seq, (n, kept) in counts.items()}
+            lease.commit(kept)
+        for seq, tokens in entries:
+            if kept[seq] or seq in self.seqs:
+                self.seqs[seq] = self.extended(seq, tokens[: kept[seq]].tolist())
+
+    @precondition(no_turns)
+    @rule(counts=COUNTS)
+    def exception_in_a_lease(self, counts: dict[int, tuple[int, int]]) -> None:
+        entries = self.new_entries(counts)
+        assume(self.memory.fits([(e.seq, len(e.tokens)) for e in entries]))
+        before = snapshot(self.memory)
+        with pytest.raises(Boom), self.memory.reserve(entries) as lease:
+            write(lease.ubatch)
+            raise Boom
+        after = snapshot(self.memory)
+        # Slots nobody could see may have been written; everything else is as it was.
+        del before["bytes"], after["bytes"]
+        assert after == before
+
+    @precondition(no_turns)
+    @rule(counts=COUNTS, nth=st.integers(1, 3), broken=st.sampled_from(["pages", "copies"]))
+    def failure_while_reserving(
+        self, counts: dict[int, tuple[int, int]], nth: int, broken: str
+    ) -> None:
+        calls = itertools.count(1)
+        pool = self.memory.pool
+        names = ["allocate", "allocate_one"] if broken == "pages" else ["copy_page"]
+        with pytest.MonkeyPatch.context() as patch:
+            for name in names:
+                real = getattr(pool, name)
+
+                def fails(*args: int, real: object = real) -> object:
+                    if next(calls) == nth:
+                        raise PagesError("injected")
+                    return real(*args)  # type: ignore[operator]
+
+                patch.setattr(pool, name, fails)
+            with self.unchanged():
+                try:
+                    self.memory.reserve(self.new_entries(counts)).abort()
+                except OutOfMemory:
+                    pass
+
+    @precondition(no_turns)
+    @rule(counts=COUNTS, n_ubatch=st.integers(1, 8), stop_after=st.integers(0, 6))
+    def batch(self, counts: dict[int, tuple[int, int]], n_ubatch: int, stop_after: int) -> None:
+        entries = self.new_entries(counts)
+        fits = self.memory.fits([(e.seq, len(e.tokens)) for e in entries])
+        before = snapshot(self.memory)
+        with self.memory.init_batch(entries, n_ubatch) as context:
+            assert context.status is (Status.SUCCESS if fits else Status.FAILED_PREPARE)
+            more = fits and stop_after > 0
+            while more:
+                context.apply()
+                self.memory.audit()
+                write(context.ubatch)
+                assert len(context.ubatch.tokens) <= n_ubatch
+                for row, seq in enumerate(context.ubatch.seqs):
+                    mine = context.ubatch.tokens[context.ubatch.seq_rows == row]
+                    self.seqs[seq] = self.extended(seq, mine.tolist())
+                    assert attend(context.ubatch.views["full"], row) == self.seqs[seq]
+                stop_after -= 1
+                more = stop_after > 0 and context.next()
+        if not fits:
+            assert snapshot(self.memory) == before
+
+    # -- sequences ------------------------------------------------------------------------------
+
+    @rule(src=SEQ, dst=SEQ, p0=EDGE, p1=EDGE, whole=st.booleans())
+    def copy(self, src: int, dst: int, p0: int, p1: int, whole: bool) -> None:
+        if whole:
+            p0 = p1 = -1
+        part = [t for t in self.seqs.get(src, []) if inside(t, p0, p1)]
+        taken = {p for _, p in self.seqs.get(dst, [])}
+        refused = src not in self.seqs or 0 <= p1 < p0
+        refused |= src != dst and any(p in taken for _, p in part)
+        if refused:
+            with self.unchanged(), pytest.raises(RequestError):
+                self.memory.seq_cp(src, dst, p0, p1)
+            return
+        self.memory.seq_cp(src, dst, p0, p1)
+        if src != dst:
+            self.seqs[dst] = self.seqs.get(dst, []) + part
+
+    @rule(seq=st.integers(-1, 4), p0=EDGE, p1=EDGE)
+    def remove(self, seq: int, p0: int, p1: int) -> None:
+        if 0 <= p1 < p0:
+            with self.unchanged(), pytest.raises(RequestError):
+                self.memory.seq_rm(seq, p0, p1)
+            return
+        assert self.memory.seq_rm(seq, p0, p1)
+        for s in self.seqs:
+            if seq in (-1, s):
+                self.seqs[s] = [t for t in self.seqs[s] if not inside(t, p0, p1)]
+
+    @rule(seq=SEQ, n=st.integers(1, 6))
+    def rewind(self, seq: int, n: int) -> None:
+        end = self.memory.seq_pos_max(seq)
+        self.memory.seq_rm(seq, max(end + 1 - n, 0), -1)
+        if seq in self.seqs:
+            self.seqs[seq] = [t for t in self.seqs[seq] if t[1] <= end - n]
+
+    @rule(seq=SEQ)
+    def free(self, seq: int) -> None:
+        self.memory.seq_free(seq)
+        self.seqs.pop(seq, None)
+
+    @rule(seq=SEQ)
+    def keep(self, seq: int) -> None:
+        if seq not in self.seqs:
+            with self.unchanged(), pytest.raises(RequestError):
+                self.memory.seq_keep(seq)
+            return
+        self.memory.seq_keep(seq)
+        self.seqs = {s: (tokens if s == seq else []) for s, tokens in self.seqs.items()}
+
+    @rule(seq=SEQ, p0=EDGE, p1=EDGE, delta=st.integers(-6, 6))
+    def add(self, seq: int, p0: int, p1: int, delta: int) -> None:
+        tokens = self.seqs.get(seq, [])
+        moved = [(t, p + delta) if inside((t, p), p0, p1) else (t, p) for t, p in tokens]
+        if seq not in self.seqs or 0 <= p1 < p0 or any(p < 0 for _, p in moved):
+            with self.unchanged(), pytest.raises(RequestError):
+                self.memory.seq_add(seq, p0, p1, delta)
+            return
+        self.memory.seq_add(seq, p0, p1, delta)
+        self.seqs[seq] = moved
+
+    @rule(seq=SEQ, p0=EDGE, divisor=st.integers(1, 3))
+    def divide(self, seq: int, p0: int, divisor: int) -> None:
+        assume(seq in self.seqs)
+        self.memory.seq_div(seq, p0, -1, divisor)
+        self.seqs[seq] = [
+            (t, p // divisor) if inside((t, p), p0, -1) else (t, p) for t, p in self.seqs[seq]
+        ]
+
+    @rule(optimize=st.booleans())
+    def update(self, optimize: bool) -> None:
+        tables = list(self.memory._tables.values())
+        holed = optimize and any((t.position_array() < 0).any() for t in tables)
+        before = snapshot(self.memory)
+        with self.memory.init_update(optimize) as context:
+            if context.status is Status.FAILED_PREPARE:
+                pass
+            elif holed or not self.no_turns():
+                assert context.status is Status.SUCCESS
+                context.apply()
+                assert self.no_turns()
+                assert not optimize or all((t.position_array() >= 0).all() for t in tables)
+                return
+            else:
+                assert context.status is Status.NO_UPDATE
+        assert snapshot(self.memory) == before
+
+    @rule()
+    def clear(self) -> None:
+        self.memory.clear(data=False)
+        self.seqs, self.saved = {}, {}
+
+    # -- checkpoints ----------------------------------------------------------------------------
+
+    @rule(seq=SEQ)
+    def save(self, seq: int) -> None:
+        assume(seq in self.seqs and len(self.saved) < 6)
+        self.saved[self.memory.checkpoint_save(seq)] = list(self.seqs[seq])
+
+    @precondition(lambda self: self.saved)
+    @rule(seq=SEQ, data=st.data())
+    def restore(self, seq: int, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.saved)))
+        self.memory.checkpoint_restore(seq, name)
+        self.seqs[seq] = list(self.saved[name])
+
+    @precondition(lambda self: self.saved)
+    @rule(data=st.data())
+    def delete(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.saved)))
+        self.memory.checkpoint_delete(name)
+        del self.saved[name]
+
+    # -- what must hold -------------------------------------------------------------------------
+
+    def held(self) -> dict[str, Table]:
+        tables = {f"sequence {s}": t for s, t in self.memory._tables.items()}
+        by_name = self.memory.checkpoints.by_name
+        return tables | {f"checkpoint {n}": c.table for n, c in by_name.items()}
+
+    @invariant()
+    def histories(self) -> None:
+        self.memory.audit()
+        assert sorted(self.memory._tables) == sorted(self.seqs)
+        assert sorted(self.memory.checkpoints.by_name) == sorted(self.saved)
+        for seq, tokens in self.seqs.items():
+            assert history(self.memory, self.memory.table(seq)) == tokens
+            assert self.memory.seq_pos_max(seq) == max((p for _, p in tokens), default=-1)
+            assert self.memory.seq_pos_min(seq) == min((p for _, p in tokens), default=-1)
+        for name, tokens in self.saved.items():
+            assert history(self.memory, self.memory.checkpoints.get(name).table) == tokens
+
+    @invariant()
+    def nothing_is_held_in_vain(self) -> None:
+        figures = self.memory.stats()["full"]
+        assert figures["pages_used"] == len({p for t in self.held().values() for p in t.pages})
+        pool = self.memory.pool
+        assert sum(self.memory.memory_breakdown()["cpu"].values()) == pool.committed
+        # At most two system pages per run of pages are rounding.
+        runs = (np.diff(pool.live_pages) > 1).sum() + 1
+        assert pool.committed <= pool.used * pool.page_bytes + 2 * 4096 * runs
+
+    @invariant()
+    def frozen_slots_never_change(self) -> None:
+        """As long as one of a shared page's holders still has it, all saw the same bytes."""
+        pool, layout = self.memory.pool, self.memory.layout
+        row = layout.type_k.row_bytes(layout.spec.head_dim_k)
+        holders: dict[int, set[str]] = {}
+        for label, table in self.held().items():
+            for page in table.pages.tolist():
+                holders.setdefault(page, set()).add(label)
+
+        def frozen_bytes(page: int, slots: int) -> list[bytes]:
+            view = pool.view(page)
+            return [view[k : k + slots * row].tobytes() for pair in layout.offsets for k in pair]
+
+        for page, (labels, slots, content) in self.watched.items():
+            if len(labels & holders.get(page, set())) >= 2:
+                assert frozen_bytes(page, slots) == content, f"page {page} changed"
+        self.watched = {
+            page: (labels, int(pool.frozen[page]), frozen_bytes(page, int(pool.frozen[page])))
+            for page, labels in holders.items()
+            if len(labels) >= 2
+        }
+
+    def teardown(self) -> None:
+        for seq in list(self.seqs):
+            self.memory.seq_free(seq)
+        for name in list(self.saved):
+            self.memory.checkpoint_delete(name)
+        self.memory.audit()
+        assert (self.memory.pool.used, self.memory.pool.committed) == (0, 0)
+        assert self.memory.pool.budget.used == 0
+
+
+def inside(token: Token, p0: int, p1: int) -> bool:
+    """Whether a token's position lies in a range."""
+    return token[1] >= p0 and (p1 < 0 or token[1] < p1)
+
+
+TestMemory = MemoryMachine.TestCase
+TestMemory.settings = settings(
+    max_examples=60,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
