@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -45,6 +46,16 @@ TARGETS = {
 }
 # The ids below are the default model's special tokens; random ids for all prompts stay clear.
 FIRST_ID, END_ID = 100, 49_000
+# Threads of the engine that was just measured may spin for some milliseconds before they sleep.
+SETTLE_S = 0.1
+
+
+@dataclass
+class Idle:
+    """Seconds that a worker waited while the other computed, and processor time it used in them."""
+
+    waited: float = 0.0
+    used: float = 0.0
 
 
 class SpeedRuns:
@@ -54,11 +65,15 @@ class SpeedRuns:
         self, sides: list[Side], threads: int, rounds: int, quiet: Quiet, bandwidth: Bandwidth
     ) -> None:
         self.engines: dict[str, dict[str, Any]] = {}
-        self.idle: dict[str, float] = {side.name: 0.0 for side in sides}
+        self._idle = {side.name: Idle() for side in sides}
         self.limits: dict[str, float] = {}
         self._sides, self._threads, self._rounds = sides, threads, rounds
         self._quiet, self._bandwidth = quiet, bandwidth
         self._random = random.Random(512)
+
+    def idle_shares(self) -> dict[str, float]:
+        """How much of a core each worker used while the other one computed."""
+        return {who: idle.used / idle.waited for who, idle in self._idle.items() if idle.waited}
 
     def rows(self, name: str, path: Path, questions: list[str]) -> Iterator[Row]:
         """The asked-for figures of one file; fresh workers, one model loaded at a time."""
@@ -101,12 +116,14 @@ class SpeedRuns:
     def _ask(self, worker: Worker, workers: list[Worker], speed: Speed) -> float:
         """Seconds of one measurement, noting whether the other worker is really idle."""
         prompts = [self._prompt(speed.length) for _ in range(speed.prompts)]
+        time.sleep(SETTLE_S)
         waiting = [other for other in workers if other is not worker]
         before = [cpu_seconds(other.pid) for other in waiting]
         seconds: float = worker.ask(speed.what, prompts=prompts, steps=speed.steps)
         for other, used in zip(waiting, before, strict=True):
-            share = (cpu_seconds(other.pid) - used) / seconds
-            self.idle[other.side.name] = max(self.idle[other.side.name], share)
+            idle = self._idle[other.side.name]
+            idle.waited += seconds
+            idle.used += cpu_seconds(other.pid) - used
         return seconds
 
     def _prompt(self, length: int) -> list[int]:

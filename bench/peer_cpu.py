@@ -102,8 +102,8 @@ def main() -> None:
     share = watch.read()[1]
     print(f"{cpu_name()}; {args.threads} threads; medians of {rounds} rounds (least–greatest)")
     print(f"other programs used {share:.0%} of the machine; disturbed figures: {quiet.disturbed}")
-    idle = ", ".join(f"{who} {used:.1%}" for who, used in speed.idle.items())
-    print(f"processor time of a worker while the other one computed: at most {idle} of a core")
+    for who, used in speed.idle_shares().items():
+        print(f"{who} used {used:.1%} of a core while the other one was measured")
     print(f"targets missed: {sum(row.met is False for row in rows)}")
     result = {
         "benchmark": "peer_cpu",
@@ -112,7 +112,7 @@ def main() -> None:
         "rounds": rounds,
         "others_share": share,
         "disturbed": quiet.disturbed,
-        "idle_share": speed.idle,
+        "idle_shares": speed.idle_shares(),
         "limits_bytes_per_s": speed.limits,
         "engines": speed.engines,
         "texts": cold.texts,

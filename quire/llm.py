@@ -49,9 +49,10 @@ class LLM:
         with GGUF.open(path) as file:
             self.architecture = architecture_of(file)
             self.tokenizer = Tokenizer.from_metadata(file.metadata, name=str(path))
-            self._template_source = file.metadata.get("tokenizer.chat_template")
             self.model = load_model(file, self.ops, settings.type_k, settings.type_v, progress)
         self.budget.reserve(self.model.weight_bytes, "weights")
+        bos, eos = (self.tokenizer.token_text(i) for i in (self.tokenizer.bos, self.tokenizer.eos))
+        self.template = ChatTemplate(self.tokenizer.chat_template, bos, eos, name=str(path))
         self.n_ctx = settings.n_ctx or self.model.n_ctx_train
         memory = build_memory(self.model.groups, self.budget, settings)
         constrainer = Constrainer(self.tokenizer)
@@ -131,16 +132,14 @@ class LLM:
 
     def chat_tokens(self, messages: Seq[Mapping[str, Any]]) -> list[int]:
         """A conversation as the model's own template writes it, ready for the answer."""
+        text = self.template.render([dict(m) for m in messages])
         bos = self.tokenizer.token_text(self.tokenizer.bos)
-        eos = self.tokenizer.token_text(self.tokenizer.eos)
-        template = ChatTemplate(self._template_source, bos, eos, name=str(self.path))
-        text = template.render([dict(m) for m in messages])
         return self.encode(text, add_special=not (bos and text.startswith(bos)))
 
     @property
     def has_template(self) -> bool:
         """Whether the model says how a conversation is written."""
-        return self._template_source is not None
+        return self.tokenizer.chat_template is not None
 
     def session(self) -> Session:
         """An empty session: a context to append to, fork, rewind and generate from."""

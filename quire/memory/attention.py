@@ -8,7 +8,7 @@ from time import perf_counter_ns
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.errors import BudgetError, RequestError
+from quire.errors import BudgetError, OutOfMemory, RequestError
 from quire.memory.audit import AuditError, Holder, audit_pool, audit_table
 from quire.memory.backing import OS_PAGE
 from quire.memory.batch import Views, check_entries, split_batch
@@ -17,7 +17,7 @@ from quire.memory.checkpoint import Checkpoint, Checkpoints
 from quire.memory.figures import breakdown, group_stats
 from quire.memory.interface import GroupStats, Lease, Memory, MemoryContext, SeqTokens, Status
 from quire.memory.layout import AttentionLayout
-from quire.memory.lease import AppendLease, BatchContext, FullContext, SetAside, grow, plan_growth
+from quire.memory.lease import AppendLease, BatchContext, FullContext, SetAside, plan_growth
 from quire.memory.pool import PagePool
 from quire.memory.table import HOLE, Table
 from quire.memory.update import Move, Rotate, UpdateContext
@@ -76,14 +76,13 @@ class AttentionMemory(Memory):
         growths, need = plan_growth(
             self.pool, [(seq, tables[seq], len(tokens)) for seq, tokens in entries]
         )
-        lease = AppendLease(self.pool, growths, lambda: self._end(created))
         try:
             self._open = SetAside(self.pool, need)
-            grow(self.pool, growths, self._open)
-            lease.ubatch = self._views.micro_batch(entries, [g.table for g in growths])
-        except BaseException:
-            lease.abort()
+        except OutOfMemory:
+            self._end(created)
             raise
+        lease = AppendLease(growths, self._open, lambda: self._end(created))
+        lease.apply(self._views, entries)
         return lease
 
     def init_batch(
@@ -294,7 +293,7 @@ class AttentionMemory(Memory):
     # -- figures --------------------------------------------------------------------------------
 
     def memory_breakdown(self) -> dict[str, dict[str, int]]:
-        aside = 0 if self._open is None else len(self._open.pages)
+        aside = [] if self._open is None else self._open.all_pages
         parts = breakdown(self.pool, self._tables.values(), self.checkpoints.by_name, aside)
         name = self.layout.spec.name
         return {"cpu": {f"{name}: {part}": size for part, size in parts.items()}}
@@ -312,7 +311,7 @@ class AttentionMemory(Memory):
             for c in self.checkpoints.by_name.values()
         ]
         if self._open is not None:
-            pages = self._open.pages
+            pages = np.array(self._open.all_pages, np.int32)
             holders.append(Holder("what is set aside", -1, pages, np.zeros_like(pages)))
         wrong = audit_pool(self.pool, holders)
         for table in self._held_tables():

@@ -14,17 +14,20 @@ from quire.memory.table import HOLE, Table
 
 
 def breakdown(
-    pool: PagePool, tables: Collection[Table], checkpoints: Mapping[str, Checkpoint], n_aside: int
+    pool: PagePool, tables: Collection[Table], checkpoints: Mapping[str, Checkpoint],
+    aside: Collection[int],
 ) -> dict[str, int]:
     """Committed bytes by what keeps them: a checkpoint counts for what only it keeps alive."""
     by_sequence = np.zeros(pool.max_pages, bool)
     for table in tables:
         by_sequence[table.pages] = True
-    n_sequences = int(by_sequence.sum())
-    pages = {"sequences": n_sequences, "set aside": n_aside}
+    pages = {
+        "sequences": int(by_sequence.sum()),
+        "set aside": len({page for page in aside if not by_sequence[page]}),
+    }
     for name, checkpoint in checkpoints.items():
         ids = checkpoint.table.pages
-        pages[f"checkpoint {name}"] = int(((pool.refs[ids] == 1) & ~by_sequence[ids]).sum())
+        pages[f"checkpoint {name}"] = int((pool.refs[ids] == 1).sum())
     pages["several checkpoints"] = pool.used - sum(pages.values())
     parts = {part: n * pool.page_bytes for part, n in pages.items()}
     kept = "idle" if pool.backing.gives_back else "idle, kept until the pool closes"

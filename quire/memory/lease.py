@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-import numpy as np
-
 from quire.errors import OutOfMemory, RequestError
 from quire.memory.batch import Views
 from quire.memory.interface import Lease, MemoryContext, MicroBatch, SeqTokens, Status
@@ -35,23 +33,39 @@ class Growth:
 
 
 class SetAside:
-    """Pages taken from a pool for work that is about to be done."""
+    """Pages held by a lease or context: fresh ones it will need, and originals it has replaced.
 
-    __slots__ = ("_pool", "pages")
+    An original keeps its reference until the end. Two sequences of one step may both copy the
+    same page, and both must find it where it was if the step is undone.
+    """
+
+    __slots__ = ("originals", "pages", "pool")
 
     def __init__(self, pool: PagePool, n: int) -> None:
-        self._pool = pool
+        self.pool = pool
         self.pages = pool.allocate(n)
+        self.originals: list[int] = []
 
     def take(self, n: int) -> Int32:
-        """The next n of them, which now belong to whoever asked."""
+        """The next n fresh pages, which now belong to whoever asked."""
         taken, self.pages = self.pages[:n], self.pages[n:]
         return taken
 
+    @property
+    def all_pages(self) -> list[int]:
+        """Every reference held, page by page."""
+        return [*self.pages.tolist(), *self.originals]
+
+    def drop_originals(self) -> None:
+        """Lets go of what was replaced: there is no way back any more."""
+        while self.originals:
+            self.pool.release_one(self.originals.pop())
+
     def give_back(self) -> None:
-        """Frees those that nobody took."""
+        """Frees everything that nobody took."""
+        self.drop_originals()
         if len(self.pages):
-            self._pool.release(self.take(len(self.pages)))
+            self.pool.release(self.take(len(self.pages)))
 
 
 def plan_growth(
@@ -71,38 +85,34 @@ def plan_growth(
     return growths, need
 
 
-def grow(pool: PagePool, growths: list[Growth], aside: SetAside) -> None:
-    """Does it, with pages that were set aside; after an exception everything is as it was."""
-    try:
-        for growth in growths:
-            table = growth.table
-            if growth.copies:
-                original = table.last_page
-                pool.copy_page(original, int(aside.pages[0]))
-                table.replace_page(table.n_pages - 1, int(aside.take(1)[0]))
-                growth.original = original
-                pool.release_one(original)
-            if growth.n_new:
-                table.add_pages(aside.take(growth.n_new))
-            table.extend(growth.count)
-    except BaseException:
-        for growth in growths:
-            shrink(pool, growth, 0)
-        raise
+def grow(growths: list[Growth], aside: SetAside) -> None:
+    """Does it, with pages that were set aside. Interrupted anywhere, `shrink` undoes it."""
+    for growth in growths:
+        table = growth.table
+        if growth.copies:
+            original, page = table.last_page, int(aside.pages[0])
+            aside.pool.copy_page(original, page)
+            aside.take(1)
+            table.replace_page(table.n_pages - 1, page)
+            aside.originals.append(original)
+            growth.original = original
+        if growth.n_new:
+            table.add_pages(aside.take(growth.n_new))
+        table.extend(growth.count)
 
 
-def shrink(pool: PagePool, growth: Growth, kept: int) -> None:
+def shrink(growth: Growth, kept: int, aside: SetAside) -> None:
     """Keeps the first `kept` new slots; with none kept, everything is as it was."""
-    table = growth.table
+    table, pool = growth.table, aside.pool
     dropped = table.truncate(growth.start + kept)
     if len(dropped):
         pool.release(dropped)
     if kept == 0 and growth.original >= 0:
-        page = table.last_page
-        pool.retain(np.array([growth.original], np.int32))
+        copy = table.last_page
         table.replace_page(table.n_pages - 1, growth.original)
-        pool.release_one(page)
+        aside.originals.remove(growth.original)
         growth.original = -1
+        pool.release_one(copy)
 
 
 class AppendLease(Lease):
@@ -113,11 +123,20 @@ class AppendLease(Lease):
     page whose appender this sequence is. So `abort` has no bytes to restore.
     """
 
-    def __init__(self, pool: PagePool, growths: list[Growth], ended: Callable[[], None]) -> None:
-        self._pool = pool
+    def __init__(self, growths: list[Growth], aside: SetAside, ended: Callable[[], None]) -> None:
         self._growths = growths
+        self._aside = aside
         self._ended = ended
         self._open = True
+
+    def apply(self, views: Views, entries: Sequence[SeqTokens]) -> None:
+        """Makes the new slots and shows them in `ubatch`; an exception ends the lease."""
+        try:
+            grow(self._growths, self._aside)
+            self.ubatch = views.micro_batch(entries, [g.table for g in self._growths])
+        except BaseException:
+            self.abort()
+            raise
 
     def commit(self, accepted: Mapping[int, int]) -> None:
         if not self._open:
@@ -143,7 +162,7 @@ class AppendLease(Lease):
         for growth in self._growths:
             kept = accepted.get(growth.seq, 0)
             if kept < growth.count:
-                shrink(self._pool, growth, kept)
+                shrink(growth, kept, self._aside)
         self._ended()
 
 
@@ -187,11 +206,14 @@ class BatchContext(MemoryContext):
         part = self._parts[self._at]
         growths, _ = plan_growth(self._pool, self._wanted(part))
         try:
-            grow(self._pool, growths, self.aside)
+            grow(growths, self.aside)
         except BaseException:
             self.status = Status.FAILED_COMPUTE
+            for growth in growths:
+                shrink(growth, 0, self.aside)
             self.close()
             raise
+        self.aside.drop_originals()
         self._ubatch = self._views.micro_batch(part, [g.table for g in growths])
 
     def next(self) -> bool:

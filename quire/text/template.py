@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.errors import RequestError, TemplateError
+
+if TYPE_CHECKING:
+    import subprocess
 
 _SECONDS = 0.7  # of rendering; starting the worker does not count
 _START_SECONDS = 20.0
@@ -87,7 +89,7 @@ class ChatTemplate:
         return self._text(answer)
 
     def _running(self) -> Worker:
-        if self._worker is None:
+        if self._worker is None or self._worker.has_ended():
             source = _GENERATION_TAG.sub(_plain_tag, self.source)
             self._worker = Worker({**_SETTINGS, "template": source})
         return self._worker
@@ -110,6 +112,8 @@ class Worker:
     """The process that renders one template; it ends with this object."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
+        import subprocess
+
         library = find_spec("minijinja")
         if library is None or library.origin is None or not sys.executable:
             raise TemplateError(
@@ -130,6 +134,10 @@ class Worker:
             raise TemplateError(
                 f"the process that renders chat templates did not start: {sys.executable} {script}"
             )
+
+    def has_ended(self) -> bool:
+        """Whether something ended the process; it does not end by itself."""
+        return self._process.poll() is not None
 
     def ask(self, line: str, seconds: float) -> dict[str, str] | None:
         """Sends a line and returns the answer, or None if there was none in time: it has ended."""

@@ -11,6 +11,7 @@ rendering; it answers each line with one, {"text": ...} or {"error": ..., "kind"
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 
 def main() -> None:
     """Serves one template until standard input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the terminal is for the parent
     settings = json.loads(sys.stdin.readline())
     sys.path.append(settings["library"])
     environment = make_environment(settings["fuel"])

@@ -90,7 +90,9 @@ class Tokenizer:
         """The ids of a text.
 
         `add_special` adds BOS and EOS where the vocabulary asks for them; without
-        `parse_special`, control tokens that are written out in the text are plain text.
+        `parse_special`, control tokens that are written out in the text are plain text. Of the
+        characters that a vocabulary cannot write (some lack bytes that only unassigned code
+        points have), what it cannot write is left out.
         """
         if not isinstance(text, str):
             raise TokenizerError(f"text to encode must be a string, not {type(text).__name__}")
@@ -235,16 +237,15 @@ def _additions(
 def _special_tokens(vocab: Vocab, metadata: Mapping[str, Any]) -> list[SpecialToken]:
     """The tokens to look for in text; a few families let them swallow white space."""
     model = str(metadata.get("general.name", "")).lower()
-    is_phi3 = "phi-3" in model or "phi3" in model
-    masks = {"[MASK]"} if "modern-bert" in model else set()
-    if metadata.get("tokenizer.ggml.pre") in ("jina-v2-de", "jina-v2-es", "jina-v2-code"):
-        masks = {"<mask>"}
+    is_jina = metadata.get("tokenizer.ggml.pre") in ("jina-v2-de", "jina-v2-es", "jina-v2-code")
+    is_phi3 = not is_jina and ("phi-3" in model or "phi3" in model)
+    mask = "<mask>" if is_jina else "[MASK]" if "modern-bert" in model and not is_phi3 else None
     return [
         SpecialToken(
             id,
             text,
             always=vocab.kinds[id] == Kind.USER_DEFINED,
-            lstrip=text in masks,
+            lstrip=text == mask,
             rstrip=is_phi3 and text not in ("<unk>", "<s>", "<|endoftext|>"),
         )
         for id in vocab.of_kind(Kind.CONTROL, Kind.USER_DEFINED, Kind.UNKNOWN)

@@ -84,7 +84,7 @@ _VARIANTS: tuple[tuple[str, PreTokenizer], ...] = (
                     _WORD,
                     r"\p{N}{1,3}",
                     _PUNCTUATION,
-                    r"\s*[\r\n]+",
+                    r"(?<![^\S\r\n])\s*[\r\n]+",  # the look-behind keeps long runs of spaces linear
                     *(rf"\s{{{n}}}(?!\S)" for n in (512, 256, 128, 64, 32, 16, 8, 4)),
                     r"\s{1,2}(?!\S)|\s",
                 ),

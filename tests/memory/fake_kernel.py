@@ -10,6 +10,7 @@ import ctypes
 
 import numpy as np
 from numpy.typing import NDArray
+
 from quire.memory.attention import AttentionMemory
 from quire.memory.budget import Budget
 from quire.memory.interface import MicroBatch, PageView, SeqTokens

@@ -8,12 +8,14 @@ another holder can see may have changed.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 from fake_kernel import Token, attend, history, make_attention, snapshot, write
-from hypothesis import HealthCheck, assume, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -22,16 +24,18 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+
 from quire.errors import OutOfMemory, PagesError, RequestError
 from quire.memory.attention import AttentionMemory
 from quire.memory.interface import SeqTokens, Status
 from quire.memory.table import Table
 
-import numpy as np
-
-SEQ = st.integers(0, 4)
-COUNTS = st.dictionaries(SEQ, st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=3)
+SEQ = st.integers(0, 6)
+COUNTS = st.dictionaries(
+    SEQ, st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=3
+)
 EDGE = st.integers(-1, 30)
+WHICH = st.integers(0, 999)
 
 
 class Boom(Exception):
@@ -71,6 +75,14 @@ class MemoryMachine(RuleBasedStateMachine):
         start = max((p for _, p in old), default=-1) + 1
         return old + [(t, start + i) for i, t in enumerate(tokens)]
 
+    def has_tokens(self) -> bool:
+        return any(self.seqs.values())
+
+    def pick(self, which: int) -> int:
+        """A sequence that holds something."""
+        full = sorted(s for s, tokens in self.seqs.items() if tokens)
+        return full[which % len(full)]
+
     @contextmanager
     def unchanged(self) -> Iterator[None]:
         before = snapshot(self.memory)
@@ -107,7 +119,8 @@ class MemoryMachine(RuleBasedStateMachine):
     @rule(counts=COUNTS)
     def exception_in_a_lease(self, counts: dict[int, tuple[int, int]]) -> None:
         entries = self.new_entries(counts)
-        assume(self.memory.fits([(e.seq, len(e.tokens)) for e in entries]))
+        if not self.memory.fits([(e.seq, len(e.tokens)) for e in entries]):
+            return
         before = snapshot(self.memory)
         with pytest.raises(Boom), self.memory.reserve(entries) as lease:
             write(lease.ubatch)
@@ -164,12 +177,31 @@ class MemoryMachine(RuleBasedStateMachine):
         if not fits:
             assert snapshot(self.memory) == before
 
+    @precondition(no_turns)
+    @rule()
+    def decode(self) -> None:
+        """One token more for everybody who has some."""
+        self.append({seq: (1, 1) for seq, tokens in self.seqs.items() if tokens} or {0: (3, 3)})
+
     # -- sequences ------------------------------------------------------------------------------
 
-    @rule(src=SEQ, dst=SEQ, p0=EDGE, p1=EDGE, whole=st.booleans())
-    def copy(self, src: int, dst: int, p0: int, p1: int, whole: bool) -> None:
-        if whole:
-            p0 = p1 = -1
+    @precondition(has_tokens)
+    @rule(which=WHICH, counts=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=2))
+    def branch(self, which: int, counts: list[tuple[int, int]]) -> None:
+        """A fork; then both may go on in the same step, and may be rejected."""
+        src = self.pick(which)
+        dst = next((seq for seq in range(7) if not self.seqs.get(seq)), 7)
+        if dst == 7:
+            dst = (src + 1) % 7
+            self.remove(dst, -1, -1)
+        self.memory.seq_cp(src, dst)
+        self.seqs[dst] = list(self.seqs[src])
+        growing = {s: c for s, c in zip([dst, src], counts, strict=False) if c[0]}
+        if growing and self.no_turns():
+            self.append(growing)
+
+    @rule(src=SEQ, dst=SEQ, p0=EDGE, p1=EDGE)
+    def copy(self, src: int, dst: int, p0: int, p1: int) -> None:
         part = [t for t in self.seqs.get(src, []) if inside(t, p0, p1)]
         taken = {p for _, p in self.seqs.get(dst, [])}
         refused = src not in self.seqs or 0 <= p1 < p0
@@ -182,7 +214,14 @@ class MemoryMachine(RuleBasedStateMachine):
         if src != dst:
             self.seqs[dst] = self.seqs.get(dst, []) + part
 
-    @rule(seq=st.integers(-1, 4), p0=EDGE, p1=EDGE)
+    @precondition(has_tokens)
+    @rule(which=WHICH, where=WHICH, n=st.integers(1, 5))
+    def remove_some(self, which: int, where: int, n: int) -> None:
+        """A few positions from anywhere, so that holes come up often."""
+        seq = self.pick(which)
+        p0 = self.seqs[seq][where % len(self.seqs[seq])][1]
+        self.remove(seq, p0, p0 + n)
+
     def remove(self, seq: int, p0: int, p1: int) -> None:
         if 0 <= p1 < p0:
             with self.unchanged(), pytest.raises(RequestError):
@@ -193,19 +232,29 @@ class MemoryMachine(RuleBasedStateMachine):
             if seq in (-1, s):
                 self.seqs[s] = [t for t in self.seqs[s] if not inside(t, p0, p1)]
 
-    @rule(seq=SEQ, n=st.integers(1, 6))
-    def rewind(self, seq: int, n: int) -> None:
-        end = self.memory.seq_pos_max(seq)
-        self.memory.seq_rm(seq, max(end + 1 - n, 0), -1)
-        if seq in self.seqs:
-            self.seqs[seq] = [t for t in self.seqs[seq] if t[1] <= end - n]
+    @precondition(has_tokens)
+    @rule(which=WHICH, n=st.integers(1, 6))
+    def rewind(self, which: int, n: int) -> None:
+        seq = self.pick(which)
+        self.remove(seq, max(self.memory.seq_pos_max(seq) + 1 - n, 0), -1)
 
-    @rule(seq=SEQ)
-    def free(self, seq: int) -> None:
-        self.memory.seq_free(seq)
-        self.seqs.pop(seq, None)
+    @rule(
+        what=st.sampled_from(["free", "remove", "remove", "keep", "clear"]),
+        seq=st.integers(-1, 6), p0=EDGE, p1=EDGE,
+    )  # fmt: skip
+    def destroy(self, what: str, seq: int, p0: int, p1: int) -> None:
+        """Everything that may take a lot away, as one rule, so that it stays rare."""
+        if what == "remove":
+            self.remove(seq, p0, p1)
+        elif what == "clear":
+            self.memory.clear(data=False)
+            self.seqs, self.saved = {}, {}
+        elif what == "keep":
+            self.keep(seq)
+        elif seq >= 0:
+            self.memory.seq_free(seq)
+            self.seqs.pop(seq, None)
 
-    @rule(seq=SEQ)
     def keep(self, seq: int) -> None:
         if seq not in self.seqs:
             with self.unchanged(), pytest.raises(RequestError):
@@ -214,7 +263,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.memory.seq_keep(seq)
         self.seqs = {s: (tokens if s == seq else []) for s, tokens in self.seqs.items()}
 
-    @rule(seq=SEQ, p0=EDGE, p1=EDGE, delta=st.integers(-6, 6))
+    @rule(seq=SEQ, p0=EDGE, p1=EDGE, delta=st.integers(-3, 6))
     def add(self, seq: int, p0: int, p1: int, delta: int) -> None:
         tokens = self.seqs.get(seq, [])
         moved = [(t, p + delta) if inside((t, p), p0, p1) else (t, p) for t, p in tokens]
@@ -227,7 +276,8 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @rule(seq=SEQ, p0=EDGE, divisor=st.integers(1, 3))
     def divide(self, seq: int, p0: int, divisor: int) -> None:
-        assume(seq in self.seqs)
+        if seq not in self.seqs:
+            return
         self.memory.seq_div(seq, p0, -1, divisor)
         self.seqs[seq] = [
             (t, p // divisor) if inside((t, p), p0, -1) else (t, p) for t, p in self.seqs[seq]
@@ -251,29 +301,25 @@ class MemoryMachine(RuleBasedStateMachine):
                 assert context.status is Status.NO_UPDATE
         assert snapshot(self.memory) == before
 
-    @rule()
-    def clear(self) -> None:
-        self.memory.clear(data=False)
-        self.seqs, self.saved = {}, {}
-
     # -- checkpoints ----------------------------------------------------------------------------
 
-    @rule(seq=SEQ)
-    def save(self, seq: int) -> None:
-        assume(seq in self.seqs and len(self.saved) < 6)
+    @precondition(lambda self: self.has_tokens() and len(self.saved) < 6)
+    @rule(which=WHICH)
+    def save(self, which: int) -> None:
+        seq = self.pick(which)
         self.saved[self.memory.checkpoint_save(seq)] = list(self.seqs[seq])
 
     @precondition(lambda self: self.saved)
-    @rule(seq=SEQ, data=st.data())
-    def restore(self, seq: int, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(self.saved)))
+    @rule(seq=SEQ, which=WHICH)
+    def restore(self, seq: int, which: int) -> None:
+        name = sorted(self.saved)[which % len(self.saved)]
         self.memory.checkpoint_restore(seq, name)
         self.seqs[seq] = list(self.saved[name])
 
     @precondition(lambda self: self.saved)
-    @rule(data=st.data())
-    def delete(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(self.saved)))
+    @rule(which=WHICH)
+    def delete(self, which: int) -> None:
+        name = sorted(self.saved)[which % len(self.saved)]
         self.memory.checkpoint_delete(name)
         del self.saved[name]
 
@@ -342,6 +388,73 @@ class MemoryMachine(RuleBasedStateMachine):
 def inside(token: Token, p0: int, p1: int) -> bool:
     """Whether a token's position lies in a range."""
     return token[1] >= p0 and (p1 < 0 or token[1] < p1)
+
+
+def random_step(machine: MemoryMachine, rng: random.Random) -> None:
+    """One operation, chosen so that sharing, copying and rolling back come up all the time."""
+
+    def counts(most: int) -> dict[int, tuple[int, int]]:
+        some = rng.sample(range(7), rng.randint(1, 3))
+        return {seq: (rng.randint(1, most), rng.randint(0, most)) for seq in some}
+
+    def edges() -> tuple[int, int]:
+        return (rng.randint(-1, 20), rng.randint(-1, 30))
+
+    which, seq = rng.randrange(1000), rng.randrange(7)
+    steps: list[tuple[int, bool, Callable[[], None]]] = [
+        (6, machine.no_turns(), lambda: machine.append(counts(6))),
+        (4, machine.no_turns(), machine.decode),
+        (2, machine.no_turns(), lambda: machine.exception_in_a_lease(counts(6))),
+        (
+            3,
+            machine.no_turns(),
+            lambda: machine.failure_while_reserving(
+                counts(6), rng.randint(1, 3), rng.choice(["pages", "copies"])
+            ),
+        ),
+        (2, machine.no_turns(), lambda: machine.batch(counts(9), rng.randint(1, 8), which % 7)),
+        (
+            5,
+            machine.has_tokens(),
+            lambda: machine.branch(which, [(rng.randint(0, 5), rng.randint(0, 5))] * 2),
+        ),
+        (1, True, lambda: machine.copy(seq, which % 7, *edges())),
+        (3, machine.has_tokens(), lambda: machine.rewind(which, rng.randint(1, 6))),
+        (2, machine.has_tokens(), lambda: machine.remove_some(which, which, rng.randint(1, 5))),
+        (2, True, lambda: machine.add(seq, *edges(), rng.randint(-3, 6))),
+        (1, True, lambda: machine.divide(seq, rng.randint(-1, 20), rng.randint(1, 3))),
+        (5, not machine.no_turns(), lambda: machine.update(rng.random() < 0.5)),
+        (1, True, lambda: machine.update(True)),
+        (4, machine.has_tokens() and len(machine.saved) < 6, lambda: machine.save(which)),
+        (4, bool(machine.saved), lambda: machine.restore(seq, which)),
+        (2, bool(machine.saved), lambda: machine.delete(which)),
+        (1, True, lambda: machine.destroy("free", seq, -1, -1)),
+        (1, which < 200, lambda: machine.destroy("keep", seq, -1, -1)),
+    ]
+    able = [(weight, step) for weight, possible, step in steps if possible]
+    rng.choices([step for _, step in able], [weight for weight, _ in able])[0]()
+
+
+@pytest.mark.parametrize(
+    ("page_tokens", "head_dim", "n_pages", "capped"),
+    [
+        (4, 2, 40, True),
+        (2, 272, 30, False),
+        (16, 1040, 12, False),
+        (1, 2, 60, True),
+        (4, 272, 60, False),
+    ],
+)
+def test_long_random_walks(page_tokens: int, head_dim: int, n_pages: int, capped: bool) -> None:
+    rng = random.Random(page_tokens * 1000 + head_dim)
+    machine = MemoryMachine()
+    machine.make(page_tokens, head_dim, n_pages, capped)
+    for _ in range(400):
+        random_step(machine, rng)
+        machine.histories()
+        machine.nothing_is_held_in_vain()
+        machine.frozen_slots_never_change()
+    machine.teardown()
 
 
 TestMemory = MemoryMachine.TestCase

@@ -2,12 +2,13 @@
 #include "attention.h"
 
 #include "kv.h"
+#include "kv_read.h"
 #include "simd.h"
 
 namespace quire::QUIRE_ISA {
 namespace {
 
-constexpr int TILE_TOKENS = 96;  // tokens of a tile, at most
+constexpr int ROWS = 6;          // query rows that are computed together
 constexpr int STAGE_ROWS = 8;    // from here on converting keys and values once pays for all rows
 constexpr float MINUS_INFINITY = -__builtin_inff();
 
@@ -50,27 +51,35 @@ inline void prepare_heads(float* x, int heads, int dims, const float* norm, floa
     }
 }
 
-void prepare(const AttentionShape& s, const PageView& pages, const RopeView& rope, float* q, float* k,
-             float* v, int64_t stride, int64_t begin, int64_t end, int64_t k_offset, int64_t v_offset) {
-    for (int64_t i = begin; i < end; i++) {
-        prepare_heads(q + i * stride, s.n_heads, s.dk, s.q_norm, s.eps, rope, i);
-        if (!k) continue;
-        float* key = k + i * stride;
-        prepare_heads(key, s.n_kv_heads, s.dk, s.k_norm, s.eps, rope, i);
-        const int slot = pages.slots[i] % pages.page_tokens;
-        char* page = pages.address + pages.slots[i] / pages.page_tokens * pages.page_bytes;
-        for (int h = 0; h < s.n_kv_heads; h++) {
-            char* part = page + k_offset + h * pages.page_tokens * row_bytes(s.type_k, s.dk);
-            store_key(s.type_k, part, s.dk, slot, key + h * s.dk, s.dk);
-            part = page + v_offset + h * pages.page_tokens * row_bytes(s.type_v, s.dv);
-            store_value(s.type_v, part, s.dv, pages.page_tokens, slot, v + i * stride + h * s.dv);
+// Stores tokens [begin, end), head by head: the lines of a block of keys stay in the cache.
+void store_tokens(const AttentionShape& s, const PageView& pages, const float* k, const float* v, int64_t stride,
+                  int64_t begin, int64_t end, int64_t k_offset, int64_t v_offset) {
+    const int64_t k_head = pages.page_tokens * row_bytes(s.type_k, s.dk);
+    const int64_t v_head = pages.page_tokens * row_bytes(s.type_v, s.dv);
+    for (int h = 0; h < s.n_kv_heads; h++)
+        for (int64_t i = begin; i < end; i++) {
+            const int slot = pages.slots[i] % pages.page_tokens;
+            char* page = pages.address + pages.slots[i] / pages.page_tokens * pages.page_bytes;
+            store_key(s.type_k, page + k_offset + h * k_head, s.dk, slot, k + i * stride + h * s.dk, s.dk);
+            store_value(s.type_v, page + v_offset + h * v_head, s.dv, pages.page_tokens, slot, v + i * stride + h * s.dv);
         }
+}
+
+void prepare(const AttentionShape& s, const PageView& pages, const RopeView& rope, float* q, float* k, float* v,
+             int64_t stride, int64_t begin, int64_t end, int64_t k_offset, int64_t v_offset) {
+    for (int64_t i = begin; i < end; i += BLOCK) {
+        const int64_t stop = i + BLOCK < end ? i + BLOCK : end;
+        for (int64_t t = i; t < stop; t++) {
+            prepare_heads(q + t * stride, s.n_heads, s.dk, s.q_norm, s.eps, rope, t);
+            if (k) prepare_heads(k + t * stride, s.n_kv_heads, s.dk, s.k_norm, s.eps, rope, t);
+        }
+        if (k) store_tokens(s, pages, k, v, stride, i, stop, k_offset, v_offset);
     }
 }
 
 void rotate_part(const AttentionShape& s, const RopeView& rope, char* part, int page_tokens,
                  const bool* skip) {
-    float keys[1024 * BLOCK], x[1024];
+    float keys[MAX_HEAD_DIM * BLOCK], x[MAX_HEAD_DIM];
     for (int h = 0; h < s.n_kv_heads; h++, part += page_tokens * row_bytes(s.type_k, s.dk)) {
         for (int t = 0; t < page_tokens; t++) {
             if (t % BLOCK == 0) load_keys(s.type_k, key_block(part, s.type_k, s.dk, t), s.dk, keys);
@@ -82,117 +91,103 @@ void rotate_part(const AttentionShape& s, const RopeView& rope, char* part, int 
     }
 }
 
-// ---- what keys and values may be read as without staging ----
-
-struct AsF32 {
-    using T = float;
-    static vf at(const float* p) { return load(p); }
-};
-struct AsF16 {
-    using T = uint16_t;
-    static vf at(const uint16_t* p) { return load_f16(p); }
-};
-struct AsBF16 {
-    using T = uint16_t;
-    static vf at(const uint16_t* p) { return load_bf16(p); }
-};
+// ---- the two products ----
 
 // Scores of R queries with blocks [from, to) of a segment, N vectors of keys at a time.
-template <class L, int R, int N>
+template <class T, int R, int N>
 void score(const float* q, int dk, const void* const* blocks, int from, int to, float* s) {
     constexpr int STEP = N * LANES / BLOCK;
     for (; from + STEP <= to; from += STEP) {
-        const typename L::T* k[N];
-        for (int n = 0; n < N; n++)
-            k[n] = (const typename L::T*)blocks[from + n * LANES / BLOCK] + n * LANES % BLOCK;
+        Keys<T> keys[N];
         vf sum[R][N];
-#pragma GCC unroll 16
+#pragma GCC unroll 24
+        for (int n = 0; n < N; n++) keys[n].init(blocks[from + n * LANES / BLOCK], n * LANES % BLOCK, dk);
+#pragma GCC unroll 24
         for (int i = 0; i < R * N; i++) sum[i / N][i % N] = zero();
-        for (int d = 0; d < dk; d++) {
-            vf key[N];
-#pragma GCC unroll 16
-            for (int n = 0; n < N; n++) key[n] = L::at(k[n] + d * BLOCK);
-#pragma GCC unroll 16
-            for (int r = 0; r < R; r++) {
-                const vf x = set1(q[r * dk + d]);
-#pragma GCC unroll 16
-                for (int n = 0; n < N; n++) sum[r][n] = fma(x, key[n], sum[r][n]);
+        for (int d = 0; d < dk;) {
+#pragma GCC unroll 24
+            for (int n = 0; n < N; n++) keys[n].open(d);
+            const int stop = d + T::GROUP < dk ? d + T::GROUP : dk;
+            for (; d < stop; d++) {
+                vf key[N];
+#pragma GCC unroll 24
+                for (int n = 0; n < N; n++) key[n] = keys[n].at(d);
+#pragma GCC unroll 24
+                for (int r = 0; r < R; r++) {
+                    const vf x = set1(q[r * dk + d]);
+#pragma GCC unroll 24
+                    for (int n = 0; n < N; n++) sum[r][n] = fma(x, key[n], sum[r][n]);
+                }
             }
         }
         float* out = s + from * BLOCK;
-#pragma GCC unroll 16
+#pragma GCC unroll 24
         for (int i = 0; i < R * N; i++) store(out + i / N * SEGMENT + i % N * LANES, sum[i / N][i % N]);
     }
     if constexpr (STEP > 1)
-        if (from < to) score<L, R, N / 2>(q, dk, blocks, from, to, s);
+        if (from < to) score<T, R, N / 2>(q, dk, blocks, from, to, s);
 }
 
 // Adds the values of keys [from, to) weighted by p to R accumulators, N vectors of dims.
-template <class L, int R, int N>
-void weigh_dims(const float* p, const void* const* blocks, int64_t stride, int offset, int from, int to,
-                float* out, int64_t out_stride) {
+template <class T, int R, int N>
+void weigh_dims(const float* p, const ValueBlock* blocks, int dims, int offset, int from, int to, float* out,
+                int64_t out_stride) {
     vf sum[R][N];
-#pragma GCC unroll 16
+    out += offset;
+#pragma GCC unroll 24
     for (int i = 0; i < R * N; i++) sum[i / N][i % N] = load(out + i / N * out_stride + i % N * LANES);
     for (int j = from; j < to;) {
         const int stop = (j / BLOCK + 1) * BLOCK < to ? (j / BLOCK + 1) * BLOCK : to;
-        const typename L::T* v = (const typename L::T*)blocks[j / BLOCK] + j % BLOCK * stride + offset;
-        for (; j < stop; j++, v += stride) {
+        Values<T> values(blocks[j / BLOCK], j % BLOCK, dims, offset);
+        for (; j < stop; j++, values.next()) {
             vf value[N];
-#pragma GCC unroll 16
-            for (int n = 0; n < N; n++) value[n] = L::at(v + n * LANES);
-#pragma GCC unroll 16
+#pragma GCC unroll 24
+            for (int n = 0; n < N; n++) value[n] = values.at(n);
+#pragma GCC unroll 24
             for (int r = 0; r < R; r++) {
                 const vf x = set1(p[r * SEGMENT + j]);
-#pragma GCC unroll 16
+#pragma GCC unroll 24
                 for (int n = 0; n < N; n++) sum[r][n] = fma(x, value[n], sum[r][n]);
             }
         }
     }
-#pragma GCC unroll 16
+#pragma GCC unroll 24
     for (int i = 0; i < R * N; i++) store(out + i / N * out_stride + i % N * LANES, sum[i / N][i % N]);
 }
 
-template <class L, int R, int N>
-void weigh(const float* p, const void* const* blocks, int64_t stride, int dims, int from, int to,
-           float* out, int64_t out_stride) {
+template <class T, int R, int N>
+void weigh(const float* p, const ValueBlock* blocks, int dims, int from, int to, float* out, int64_t out_stride) {
     int d = 0;
-    for (; d + N * LANES <= dims; d += N * LANES)
-        weigh_dims<L, R, N>(p, blocks, stride, d, from, to, out + d, out_stride);
-    for (; d < dims; d += LANES) weigh_dims<L, R, 1>(p, blocks, stride, d, from, to, out + d, out_stride);
+    for (; d + N * LANES <= dims; d += N * LANES) weigh_dims<T, R, N>(p, blocks, dims, d, from, to, out, out_stride);
+    for (; d < dims; d += LANES) weigh_dims<T, R, 1>(p, blocks, dims, d, from, to, out, out_stride);
 }
 
 using Score = void (*)(const float*, int, const void* const*, int, int, float*);
-using Weigh = void (*)(const float*, const void* const*, int64_t, int, int, int, float*, int64_t);
+using Weigh = void (*)(const float*, const ValueBlock*, int, int, int, float*, int64_t);
 
-// For 1 to 4 rows: enough chains in flight to hide the latency of a multiply-add.
+// For 1 to ROWS rows: enough chains in flight to hide the latency of a multiply-add, in the registers there are.
 constexpr int WIDE = LANES == 16 ? 4 : 2;
-template <class L>
-struct Kernels {
-    static constexpr Score scores[4] = {score<L, 1, 8>, score<L, 2, 4>, score<L, 3, WIDE>, score<L, 4, WIDE>};
-    static constexpr Weigh weighs[4] = {weigh<L, 1, 4>, weigh<L, 2, 4>, weigh<L, 3, WIDE>, weigh<L, 4, WIDE>};
-};
+template <class T>
+constexpr Score scores_as[ROWS] = {score<T, 1, 8>,    score<T, 2, 4>,    score<T, 3, WIDE>,
+                                   score<T, 4, WIDE>, score<T, 5, WIDE>, score<T, 6, WIDE>};
+template <class T>
+constexpr Weigh weighs_as[ROWS] = {weigh<T, 1, 4>,    weigh<T, 2, 4>,    weigh<T, 3, WIDE>,
+                                   weigh<T, 4, WIDE>, weigh<T, 5, WIDE>, weigh<T, 6, WIDE>};
 
-inline const Score* scores_of(KvType type) {
-    return type == KvType::f16    ? Kernels<AsF16>::scores
-           : type == KvType::bf16 ? Kernels<AsBF16>::scores
-                                  : Kernels<AsF32>::scores;
-}
-inline const Weigh* weighs_of(KvType type) {
-    return type == KvType::f16    ? Kernels<AsF16>::weighs
-           : type == KvType::bf16 ? Kernels<AsBF16>::weighs
-                                  : Kernels<AsF32>::weighs;
-}
+constexpr const Score* scores_of[] = {scores_as<ReadF32>, scores_as<ReadF16>, scores_as<ReadBF16>, scores_as<ReadQ8>,
+                                      scores_as<ReadQ4>};
+constexpr const Weigh* weighs_of[] = {weighs_as<ReadF32>, weighs_as<ReadF16>, weighs_as<ReadBF16>, weighs_as<ReadQ8>,
+                                      weighs_as<ReadQ4>};
 
 // ---- the keys and values of one segment ----
 
 struct Segment {
-    const void *keys[SEGMENT_BLOCKS], *values[SEGMENT_BLOCKS];
-    KvType key_type, value_type;  // as they are read: a float type
-    int64_t value_stride;
+    const void* keys[SEGMENT_BLOCKS];
+    ValueBlock values[SEGMENT_BLOCKS];
+    KvType key_type, value_type;  // as they are read: f32 when staged
     int base;      // slot of key 0 (negative before the first page)
     int from, to;  // keys that the tile sees
-    uint16_t seen[TILE_TOKENS][SEGMENT_BLOCKS];  // with holes: which of them each token sees
+    uint16_t seen[TILE_ROWS][SEGMENT_BLOCKS];  // with holes: which of them each token sees
 };
 
 struct Scratch {
@@ -200,11 +195,11 @@ struct Scratch {
 };
 
 inline int64_t padded(int64_t n) { return (n + 15) / 16 * 16; }
-inline int64_t state_stride(const AttentionShape& s) { return s.dv_padded + 16; }  // sums, maximum, total
+inline int64_t state_stride(const AttentionShape& s) { return s.dv_padded + STATE_EXTRA; }
 
 int64_t scratch(const AttentionShape& s, int rows) {
     const int64_t n = int64_t(rows) * s.group;
-    return padded(n * s.dk) + 4 * SEGMENT + 2 * n * state_stride(s) + int64_t(SEGMENT) * (s.dk + s.dv_padded);
+    return padded(n * s.dk) + ROWS * SEGMENT + 2 * n * state_stride(s) + int64_t(SEGMENT) * (s.dk + s.dv_padded);
 }
 
 inline Scratch carve(const AttentionShape& s, int rows, float* p) {
@@ -212,7 +207,7 @@ inline Scratch carve(const AttentionShape& s, int rows, float* p) {
     Scratch c;
     c.q = p;
     c.s = c.q + padded(n * s.dk);
-    c.state = c.s + 4 * SEGMENT;
+    c.state = c.s + ROWS * SEGMENT;
     c.part = c.state + n * state_stride(s);
     c.keys = c.part + n * state_stride(s);
     c.values = c.keys + int64_t(SEGMENT) * s.dk;
@@ -248,20 +243,19 @@ void open_segment(const AttendJob& job, const Tile& tile, int head, int number, 
     const AttentionShape& s = *job.shape;
     const PageView& pages = *job.pages;
     const bool holes = pages.slot_positions, many = tile.rows * s.group >= STAGE_ROWS;
-    const bool stage_k = holes || s.type_k >= KvType::q8_0 || (many && s.type_k != KvType::f32);
-    const bool stage_v = holes || s.type_v >= KvType::q8_0 || (many && s.type_v != KvType::f32) || s.dv != s.dv_padded;
+    const bool stage_k = holes || (many && s.type_k != KvType::f32);
+    const bool stage_v = holes || (many && s.type_v != KvType::f32) || s.dv != s.dv_padded;
     g.base = number * SEGMENT - pages.phase[tile.seq];
     g.from = tile.begin > g.base ? tile.begin - g.base : 0;
     g.to = tile.end - g.base < SEGMENT ? tile.end - g.base : SEGMENT;
     g.key_type = stage_k ? KvType::f32 : s.type_k;
     g.value_type = stage_v ? KvType::f32 : s.type_v;
-    g.value_stride = stage_v ? s.dv_padded : s.dv;
     const int64_t k_head = pages.page_tokens * row_bytes(s.type_k, s.dk), v_head = pages.page_tokens * row_bytes(s.type_v, s.dv);
     for (int b = g.from / BLOCK; b * BLOCK < g.to; b++) {
         float* keys = c.keys + int64_t(b) * BLOCK * s.dk;
         float* values = c.values + int64_t(b) * BLOCK * s.dv_padded;
         g.keys[b] = keys;
-        g.values[b] = values;
+        g.values[b] = {values, nullptr};
         unsigned needed = 0xffff;
         if (holes) needed = see_block(job, tile, g, b);
         else
@@ -277,15 +271,8 @@ void open_segment(const AttendJob& job, const Tile& tile, int head, int number, 
         char *k_part = start + job.k_offset + head * k_head, *v_part = start + job.v_offset + head * v_head;
         if (stage_k) load_keys(s.type_k, key_block(k_part, s.type_k, s.dk, in_page), s.dk, keys);
         else g.keys[b] = key_block(k_part, s.type_k, s.dk, in_page);
-        if (!stage_v) {
-            g.values[b] = v_part + in_page * row_bytes(s.type_v, s.dv);
-            continue;
-        }
-        for (int t = 0; t < BLOCK; t++) {
-            float* value = values + t * s.dv_padded;
-            if (needed >> t & 1) load_value(s.type_v, v_part, s.dv, pages.page_tokens, in_page + t, value, s.dv_padded);
-            else std::memset(value, 0, size_t(s.dv_padded) * 4);
-        }
+        if (stage_v) load_values(s.type_v, v_part, s.dv, pages.page_tokens, in_page, needed, values, s.dv_padded);
+        else g.values[b] = value_block(s.type_v, v_part, s.dv, pages.page_tokens, in_page);
     }
 }
 
@@ -333,7 +320,7 @@ void softmax(float* s, int from, int to, const uint16_t* seen, float cap, float*
 
 // ---- rows of a tile over one segment ----
 
-// Up to 4 rows at once. Keys that all of them see are weighed together, the rest row by row, so
+// Up to ROWS rows at once. Keys that all of them see are weighed together, the rest row by row, so
 // that no row ever multiplies a value it does not see.
 void attend_rows(const AttentionShape& s, const Segment& g, int n, const float* q, float* scores,
                  const int* from, const int* to, const uint16_t* const* seen, float* part) {
@@ -349,33 +336,34 @@ void attend_rows(const AttentionShape& s, const Segment& g, int n, const float* 
         high = to[r] > high ? to[r] : high;
     }
     if (low >= high) return;
-    scores_of(g.key_type)[n - 1](q, s.dk, g.keys, low / BLOCK, (high + BLOCK - 1) / BLOCK, scores);
+    scores_of[int(g.key_type)][n - 1](q, s.dk, g.keys, low / BLOCK, (high + BLOCK - 1) / BLOCK, scores);
     for (int r = 0; r < n; r++) {
         if (from[r] >= to[r]) continue;
         float* sums = part + r * stride;
         softmax(scores + r * SEGMENT, from[r], to[r], seen[r], s.softcap, sums + s.dv_padded, sums + s.dv_padded + 1);
     }
-    const Weigh* weighs = weighs_of(g.value_type);
+    const Weigh* weighs = weighs_of[int(g.value_type)];
     const bool together = all_from < all_to;
     for (int r = 0; r < n; r++) {
         const int stop = together ? all_from : to[r];
         if (from[r] < stop)
-            weighs[0](scores + r * SEGMENT, g.values, g.value_stride, s.dv_padded, from[r], stop, part + r * stride, stride);
+            weighs[0](scores + r * SEGMENT, g.values, s.dv_padded, from[r], stop, part + r * stride, stride);
     }
     if (!together) return;
-    weighs[n - 1](scores, g.values, g.value_stride, s.dv_padded, all_from, all_to, part, stride);
+    weighs[n - 1](scores, g.values, s.dv_padded, all_from, all_to, part, stride);
     for (int r = 0; r < n; r++)
         if (all_to < to[r])
-            weighs[0](scores + r * SEGMENT, g.values, g.value_stride, s.dv_padded, all_to, to[r], part + r * stride, stride);
+            weighs[0](scores + r * SEGMENT, g.values, s.dv_padded, all_to, to[r], part + r * stride, stride);
 }
 
 void attend_segment(const AttendJob& job, const Tile& tile, const Segment& g, const Scratch& c, float* part) {
     const AttentionShape& s = *job.shape;
     const int rows = tile.rows * s.group;
-    for (int r = 0; r < rows; r += 4) {
-        const int n = rows - r < 4 ? rows - r : 4;
-        int from[4], to[4];
-        const uint16_t* seen[4];
+    const int steps = (rows + ROWS - 1) / ROWS, step = (rows + steps - 1) / steps;
+    for (int r = 0; r < rows; r += step) {
+        const int n = rows - r < step ? rows - r : step;
+        int from[ROWS], to[ROWS];
+        const uint16_t* seen[ROWS];
         for (int i = 0; i < n; i++) {
             const int token = (r + i) / s.group;
             const int begin = job.pages->begin[tile.row + token] - g.base, end = job.pages->end[tile.row + token] - g.base;

@@ -23,6 +23,9 @@ enum class KvType : int { f32, f16, bf16, q8_0, q4_0 };
 constexpr int BLOCK = 16;
 constexpr int SEGMENT = 128;
 constexpr int SEGMENT_BLOCKS = SEGMENT / BLOCK;
+constexpr int TILE_ROWS = 96;     // query rows (tokens x heads of a group) of a tile, unless one token has more
+constexpr int STATE_EXTRA = 16;   // floats after a row's sums: its maximum, its total, padding
+constexpr int MAX_HEAD_DIM = 1024;
 
 struct AttentionShape {
     int n_heads, n_kv_heads, group;  // group: query heads that share a kv head
@@ -56,8 +59,8 @@ struct PageView {
 // Consecutive tokens of one sequence that are attended together.
 struct Tile {
     int32_t seq, row, rows;
-    int32_t begin, end;      // slots that any of them sees
-    int32_t first_segment;   // of `begin`
+    int32_t begin, end;     // slots that any of them sees
+    int32_t first_segment;  // of `begin`
     int32_t segments;
 };
 
@@ -78,7 +81,7 @@ struct AttentionKernels {
     // Floats of scratch that one thread needs for tiles of at most `rows` tokens.
     int64_t (*scratch)(const AttentionShape&, int rows);
     // Segments [from, to) of a tile and one kv head. With `partial` ([segments][rows of the
-    // tile][dv_padded + 16]) they are left there for `join`, otherwise the result is written.
+    // tile][dv_padded + STATE_EXTRA]) they are left there for `join`, otherwise the result is written.
     void (*attend)(const AttendJob&, const Tile&, int head, int from, int to, float* partial,
                    float* scratch);
     void (*join)(const AttendJob&, const Tile&, int head, float* partial);

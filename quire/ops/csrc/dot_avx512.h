@@ -9,7 +9,7 @@
 
 namespace quire::QUIRE_ISA {
 
-constexpr int LARGEST = 8;  // tokens of a group
+constexpr int INT8_TOKENS = 8, FLOAT_TOKENS = 8, TOKEN_STEP = 8;
 
 // A panel's record of T tokens × 32 columns: int8 q[T][32], then five words per token.
 struct Record {
@@ -31,20 +31,19 @@ template <Tile F, int V, int T>
 static inline void add_vectors(const uint8_t* w, const uint8_t* x, vi (&low)[T], vi (&high)[T]) {
     vi lo, hi;
     weights<F, V>(w, lo, hi);
-    if constexpr (layout_of(F).table) lo = flip(lo), hi = flip(hi);
     add_products<T>(lo, x + 4 * V, low);
     add_products<T>(hi, x + 16 + 4 * V, high);
 }
 
 template <Tile F>
-constexpr bool offset_by_128 = layout_of(F).zero != 0 || layout_of(F).table;
+constexpr bool has_zero = layout_of(F).zero != 0;
 
 // dot[t] = Σ weight · q over the 32 columns, times 2^lift.
 template <Tile F, int T>
 static inline void dots(const uint8_t* w, const uint8_t* x, vi (&dot)[T]) {
 #pragma GCC unroll 16
     for (int t = 0; t < T; t++)
-        dot[t] = _mm512_set1_epi32(offset_by_128<F> ? word_i32(x + Record::offset<T> + 4 * t) : 0);
+        dot[t] = _mm512_set1_epi32(has_zero<F> ? word_i32(x + Record::offset<T> + 4 * t) : 0);
     add_vectors<F, 0, T>(w, x, dot, dot);
     add_vectors<F, 1, T>(w, x, dot, dot);
     add_vectors<F, 2, T>(w, x, dot, dot);
@@ -58,8 +57,8 @@ static inline void add_tile16(const uint8_t* scales, const uint8_t* w, const uin
     vi low[T], high[T];
 #pragma GCC unroll 16
     for (int t = 0; t < T; t++) {
-        low[t] = _mm512_set1_epi32(offset_by_128<F> ? word_i32(x + Record::offset_low<T> + 4 * t) : 0);
-        high[t] = _mm512_set1_epi32(offset_by_128<F> ? word_i32(x + Record::offset_high<T> + 4 * t) : 0);
+        low[t] = _mm512_set1_epi32(has_zero<F> ? word_i32(x + Record::offset_low<T> + 4 * t) : 0);
+        high[t] = _mm512_set1_epi32(has_zero<F> ? word_i32(x + Record::offset_high<T> + 4 * t) : 0);
     }
     add_vectors<F, 0, T>(w, x, low, high);
     add_vectors<F, 1, T>(w, x, low, high);

@@ -109,24 +109,18 @@ inline void load_keys(KvType type, const char* block, int dk, float* out) {
             }
     } else {
         const uint16_t* scales = (const uint16_t*)(block + n / 2);
-        const vf eight = set1(8.0f);
-        for (int g = 0; g < dk / 32; g++) {
-            float* low = out + g * 32 * BLOCK;
-            float* high = low + 16 * BLOCK;
-            const uint8_t* bytes = (const uint8_t*)block + g * 16 * BLOCK;
-            for (int i = 0; i < 16 * BLOCK; i += BLOCK) {
-                uint8_t l[BLOCK], h[BLOCK];
-                for (int t = 0; t < BLOCK; t++) {
-                    l[t] = bytes[i + t] & 15;
-                    h[t] = bytes[i + t] >> 4;
-                }
-                for (int v = 0; v < BLOCK; v += LANES) {
-                    const vf scale = load_f16(scales + g * BLOCK + v);
-                    store(low + i + v, mul(sub(load_u8(l + v), eight), scale));
-                    store(high + i + v, mul(sub(load_u8(h + v), eight), scale));
+        for (int g = 0; g < dk / 32; g++)
+            for (int v = 0; v < BLOCK; v += LANES) {
+                const vf scale = load_f16(scales + g * BLOCK + v), eight = set1(8.0f);
+                const uint8_t* bytes = (const uint8_t*)block + g * 16 * BLOCK + v;
+                float* group = out + g * 32 * BLOCK + v;
+                for (int i = 0; i < 16 * BLOCK; i += BLOCK) {
+                    vf low, high;
+                    load_nibbles(bytes + i, low, high);
+                    store(group + i, mul(sub(low, eight), scale));
+                    store(group + i + 16 * BLOCK, mul(sub(high, eight), scale));
                 }
             }
-        }
     }
 }
 
@@ -155,41 +149,61 @@ inline void store_value(KvType type, char* part, int dv, int page_tokens, int sl
 }
 
 // One value row as float32; dims past dv up to `padded` become 0.
-inline void load_value(KvType type, const char* part, int dv, int page_tokens, int slot, float* out,
-                       int padded) {
+template <KvType TYPE>
+inline void load_value(const char* part, int dv, int page_tokens, int slot, float* out, int padded) {
     int d = 0;
-    if (type == KvType::f32) {
+    if constexpr (TYPE == KvType::f32) {
         std::memcpy(out, (const float*)part + int64_t(slot) * dv, size_t(dv) * 4);
         d = dv;
-    } else if (type == KvType::f16) {
+    } else if constexpr (TYPE == KvType::f16) {
         const uint16_t* in = (const uint16_t*)part + int64_t(slot) * dv;
         for (; d + LANES <= dv; d += LANES) store(out + d, load_f16(in + d));
         for (; d < dv; d++) out[d] = half_to_float(in[d]);
-    } else if (type == KvType::bf16) {
+    } else if constexpr (TYPE == KvType::bf16) {
         const uint16_t* in = (const uint16_t*)part + int64_t(slot) * dv;
         for (; d + LANES <= dv; d += LANES) store(out + d, load_bf16(in + d));
         for (; d < dv; d++) {
             const uint32_t bits = uint32_t(in[d]) << 16;
             std::memcpy(out + d, &bits, 4);
         }
-    } else if (type == KvType::q8_0) {
+    } else if constexpr (TYPE == KvType::q8_0) {
         const uint16_t* scales = (const uint16_t*)(part + page_tokens * dv) + slot * (dv / 32);
-        for (; d < dv; d += LANES)
-            store(out + d, mul(load_i8((const int8_t*)part + slot * dv + d), set1(half_to_float(scales[d / 32]))));
+        const int8_t* in = (const int8_t*)part + slot * dv;
+        for (; d < dv; d += 32) {
+            const vf scale = set1(half_to_float(scales[d / 32]));
+            for (int i = d; i < d + 32; i += LANES) store(out + i, mul(load_i8(in + i), scale));
+        }
     } else {
         const uint16_t* scales = (const uint16_t*)(part + page_tokens * dv / 2) + slot * (dv / 32);
         const uint8_t* bytes = (const uint8_t*)part + slot * dv / 2;
         for (; d < dv; d += 32) {
             const vf scale = set1(half_to_float(scales[d / 32])), eight = set1(8.0f);
-            uint8_t n[32];
-            for (int i = 0; i < 16; i++) {
-                n[i] = bytes[d / 2 + i] & 15;
-                n[i + 16] = bytes[d / 2 + i] >> 4;
+            for (int i = 0; i < 16; i += LANES) {
+                vf low, high;
+                load_nibbles(bytes + d / 2 + i, low, high);
+                store(out + d + i, mul(sub(low, eight), scale));
+                store(out + d + 16 + i, mul(sub(high, eight), scale));
             }
-            for (int i = 0; i < 32; i += LANES) store(out + d + i, mul(sub(load_u8(n + i), eight), scale));
         }
     }
     for (; d < padded; d++) out[d] = 0.0f;
+}
+
+// The value rows of a block from `slot` on whose bit is set; the others become 0.
+template <KvType TYPE>
+void load_block(const char* part, int dv, int page_tokens, int slot, unsigned needed, float* out, int padded) {
+    for (int t = 0; t < BLOCK; t++, out += padded) {
+        if (needed >> t & 1) load_value<TYPE>(part, dv, page_tokens, slot + t, out, padded);
+        else std::memset(out, 0, size_t(padded) * 4);
+    }
+}
+
+inline void load_values(KvType type, const char* part, int dv, int page_tokens, int slot, unsigned needed,
+                        float* out, int padded) {
+    constexpr decltype(&load_block<KvType::f32>) loads[] = {
+        load_block<KvType::f32>, load_block<KvType::f16>, load_block<KvType::bf16>, load_block<KvType::q8_0>,
+        load_block<KvType::q4_0>};
+    loads[int(type)](part, dv, page_tokens, slot, needed, out, padded);
 }
 
 }  // namespace

@@ -15,8 +15,11 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
-// One row block × one token group; out is [T][LANES].
-using Kernel = void (*)(const uint8_t* w, int64_t cols, const uint8_t* x, float* out);
+// The largest token group in a panel of int8 or float32 activations.
+constexpr int largest(bool floats) { return floats ? FLOAT_TOKENS : INT8_TOKENS; }
+
+// One row block × one token group; out is [T][LANES]. What lies `ahead` of w is fetched on the way.
+using Kernel = void (*)(const uint8_t* w, int64_t cols, const uint8_t* x, float* out, int64_t ahead);
 
 template <Tile F, int T>
 inline void add_tile(const uint8_t* w, const uint8_t* x, vf d, vf dmin, vf (&acc)[T]) {
@@ -37,7 +40,7 @@ inline void add_tile(const uint8_t* w, const uint8_t* x, vf d, vf dmin, vf (&acc
 }
 
 template <Tile F, int T>
-void quantized(const uint8_t* w, int64_t cols, const uint8_t* x, float* out) {
+void quantized(const uint8_t* w, int64_t cols, const uint8_t* x, float* out, int64_t ahead) {
     constexpr Scales scales = layout_of(F).scales;
     constexpr int64_t tile = (scale_bytes(scales) + 4 * layout_of(F).bits) * LANES;
     constexpr int64_t super = super_bytes(scales) * LANES;
@@ -52,6 +55,7 @@ void quantized(const uint8_t* w, int64_t cols, const uint8_t* x, float* out) {
         }
         const int64_t end = super != 0 ? k + 256 : cols;
         for (; k < end; k += 32) {
+            fetch<tile, T * (LANES == 16 ? 10 : 7)>(w + ahead);
             add_tile<F, T>(w, x, d, dmin, acc);
             w += tile;
             x += Record::bytes * T;
@@ -70,19 +74,23 @@ constexpr Kernel kernel_of() {
 #define TILES(X) X(q2k), X(q3k), X(q4), X(q4m), X(q4t), X(q4k), X(q4tk), X(q5), X(q5m), X(q5k), X(q6k), \
                  X(q8), X(f16), X(bf16), X(f32)
 #define KERNELS(F) {kernel_of<Tile::F, 1>(), kernel_of<Tile::F, 2>(), kernel_of<Tile::F, 4>(), \
-                    LARGEST == 8 ? kernel_of<Tile::F, LARGEST>() : nullptr}
+                    kernel_of<Tile::F, largest(is_dense(Tile::F))>()}
 constexpr Kernel kernels[][4] = {TILES(KERNELS)};
 
-inline int group_size(int64_t left) { return left >= LARGEST ? LARGEST : left >= 4 ? 4 : left >= 2 ? 2 : 1; }
-inline int log2_of(int size) { return size == 8 ? 3 : size == 4 ? 2 : size == 2 ? 1 : 0; }
+inline int group_size(int64_t left, bool floats) {
+    return left >= largest(floats) ? largest(floats) : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+}
+inline Kernel kernel(Tile tile, int size) {
+    return kernels[int(tile)][size == 4 ? 2 : size > 4 ? 3 : size - 1];
+}
 
 // The group of a token among n: its first token and its size.
-inline int64_t group_of(int64_t token, int64_t n, int& size) {
-    int64_t first = token / LARGEST * LARGEST;
-    size = group_size(n - first);
+inline int64_t group_of(int64_t token, int64_t n, bool floats, int& size) {
+    int64_t first = token / largest(floats) * largest(floats);
+    size = group_size(n - first, floats);
     while (token >= first + size) {
         first += size;
-        size = group_size(n - first);
+        size = group_size(n - first, floats);
     }
     return first;
 }
@@ -105,20 +113,22 @@ void finish(const Product& p, int64_t block, int64_t token, int tokens, const fl
     }
 }
 
-void block_times_tokens(const Product& p, Tile tile, const uint8_t* w, int64_t block, int64_t token,
+void block_times_tokens(const Product& p, Tile tile, const uint8_t* w, int64_t ahead, int64_t block, int64_t token,
                         int64_t token_end) {
-    alignas(64) float sums[LARGEST * LANES];
+    alignas(64) float sums[TOKEN_STEP * LANES];
     while (token < token_end) {
-        const int size = group_size(token_end - token);
-        kernels[int(tile)][log2_of(size)](w, p.part.cols, p.panel + token * p.token_bytes, sums);
+        const int size = group_size(token_end - token, is_dense(tile));
+        kernel(tile, size)(w, p.part.cols, p.panel + token * p.token_bytes, sums, ahead);
         finish(p, block, token, size, sums);
         token += size;
+        ahead = 0;
     }
 }
 
 void multiply(const Product& p, int64_t block, int64_t block_end, int64_t token, int64_t token_end) {
     for (; block < block_end; block++)
-        block_times_tokens(p, p.part.tile, p.part.blocks + block * p.part.stride, block, token, token_end);
+        block_times_tokens(p, p.part.tile, p.part.blocks + block * p.part.stride,
+                           block + 1 < block_end ? p.part.stride : 0, block, token, token_end);
 }
 
 template <Tile F, int V>
@@ -166,7 +176,7 @@ void multiply_exact(const Product& p, int64_t block, int64_t block_end, int64_t 
                     float* scratch) {
     for (; block < block_end; block++) {
         unpack(p.part.tile, p.part.blocks + block * p.part.stride, p.part.cols, scratch);
-        block_times_tokens(p, Tile::f32, (const uint8_t*)scratch, block, token, token_end);
+        block_times_tokens(p, Tile::f32, (const uint8_t*)scratch, 0, block, token, token_end);
     }
 }
 
@@ -175,7 +185,7 @@ int64_t float_bytes(int64_t cols) { return cols * 4; }
 
 void put_quantized(const float* row, int64_t cols, uint8_t* panel, int64_t token, int64_t n) {
     int size;
-    const int64_t first = group_of(token, n, size);
+    const int64_t first = group_of(token, n, false, size);
     uint8_t* record = panel + first * quantized_bytes(cols);
     for (int64_t k = 0; k < cols; k += 32, record += size * Record::bytes)
         put_group(row + k, record, int(token - first), size);
@@ -183,7 +193,7 @@ void put_quantized(const float* row, int64_t cols, uint8_t* panel, int64_t token
 
 void put_float(const float* row, int64_t cols, uint8_t* panel, int64_t token, int64_t n) {
     int size;
-    const int64_t first = group_of(token, n, size);
+    const int64_t first = group_of(token, n, true, size);
     float* out = (float*)(panel + first * float_bytes(cols)) + (token - first);
     for (int64_t k = 0; k < cols; k++) out[k * size] = row[k];
 }
@@ -229,7 +239,7 @@ void act_mul(const float* x, Act act, int64_t cols, float* out) {
 
 }  // namespace
 
-const MatmulKernels matmul_kernels = {LANES,         LARGEST,  quantized_bytes, float_bytes, put_quantized,
+const MatmulKernels matmul_kernels = {LANES,         TOKEN_STEP, quantized_bytes, float_bytes, put_quantized,
                                       put_float,     multiply, multiply_exact,  unpack,      rms_norm,
                                       act_mul};
 

@@ -1,8 +1,8 @@
 // The kernels of the matrix products, one table per instruction set.
 //
 // Activations are laid out for the kernels in a *panel*: the n tokens of a call in groups of
-// T = 8, 4, 2, 1 (as many of the largest as fit, then the next), each group one contiguous piece
-// with what its T tokens need next to each other. A token takes `token_bytes` in a panel of any
+// T tokens (as many of the largest T as fit, then 4, 2, 1), each group one contiguous piece with
+// what its T tokens need next to each other. A token takes `token_bytes` in a panel of any
 // grouping, so a group starts at its first token's number × token_bytes.
 //
 // An output element is the same whatever n: its integer dot products are exact, and its tiles are

@@ -22,14 +22,14 @@ struct Place {
     int lanes, row;
     int planes;  // bytes before the weights
 
-    void byte(int at, uint8_t value) const { tile[at * lanes + row] = value; }
-    void half(int at, const uint8_t* value) const { std::memcpy(tile + at * lanes + 2 * row, value, 2); }
-    void plane(int n, uint32_t value) const { std::memcpy(tile + planes + (n * lanes + row) * 4, &value, 4); }
+    [[gnu::always_inline]] void byte(int at, uint8_t value) const { tile[at * lanes + row] = value; }
+    [[gnu::always_inline]] void half(int at, const uint8_t* value) const { std::memcpy(tile + at * lanes + 2 * row, value, 2); }
+    [[gnu::always_inline]] void plane(int n, uint32_t value) const { std::memcpy(tile + planes + (n * lanes + row) * 4, &value, 4); }
 };
 
 // 32 weights, four to a word in the order of the columns, into the planes of tiles.h.
 template <int BITS>
-void put_weights(const uint32_t (&q)[8], const Place& to) {
+[[gnu::always_inline]] inline void put_weights(const uint32_t (&q)[8], const Place& to) {
     int next = 0;
     if constexpr (BITS == 8) {
         for (int v = 0; v < 8; v++) to.plane(next++, q[v]);
@@ -52,12 +52,12 @@ void put_weights(const uint32_t (&q)[8], const Place& to) {
 }
 
 // Sixteen bytes whose low nibbles are columns 0…15 and whose high ones are 16…31.
-void put_nibbles(const uint8_t* qs, const Place& to) {
+[[gnu::always_inline]] inline void put_nibbles(const uint8_t* qs, const Place& to) {
     for (int v = 0; v < 4; v++) to.plane(v, word(qs + 4 * v));
 }
 
 // 32 bits in the order of the columns.
-uint32_t bit_plane(uint32_t bits) {
+inline uint32_t bit_plane(uint32_t bits) {
     uint32_t plane = 0;
     for (int v = 0; v < 8; v++) plane |= (((bits >> 4 * v) & 15) * 0x00204081u & each(1)) << v;
     return plane;
@@ -218,16 +218,15 @@ void pack_quantized(const uint8_t* file, int64_t rows, int64_t cols, int lanes, 
     const int64_t tile = planes + 4 * layout_of(F::tile).bits * lanes, file_row = cols / F::block * F::bytes;
     for (int64_t block = begin; block < end; block++) {
         uint8_t* to = out + block * block_bytes(F::tile, lanes, cols);
-        for (int r = 0; r < lanes && block * lanes + r < rows; r++) {
-            const uint8_t* from = file + (block * lanes + r) * file_row;
-            uint8_t* at = to;
-            for (int64_t k = 0; k < cols; k += F::block, from += F::bytes) {
-                if constexpr (F::block == 256) {
-                    F::super(from, Place{at, lanes, r, 0});
-                    at += super_bytes(scales) * lanes;
-                }
-                for (int g = 0; g < F::block / 32; g++, at += tile) F::group(from, g, Place{at, lanes, r, planes});
+        const uint8_t* from = file + block * lanes * file_row;
+        const int filled = int(rows - block * lanes < lanes ? rows - block * lanes : lanes);
+        for (int64_t k = 0; k < cols; k += F::block, from += F::bytes) {  // so that the tiles stay in the cache
+            if constexpr (F::block == 256) {
+                for (int r = 0; r < filled; r++) F::super(from + r * file_row, Place{to, lanes, r, 0});
+                to += super_bytes(scales) * lanes;
             }
+            for (int g = 0; g < F::block / 32; g++, to += tile)
+                for (int r = 0; r < filled; r++) F::group(from + r * file_row, g, Place{to, lanes, r, planes});
         }
     }
 }

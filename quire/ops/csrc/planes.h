@@ -15,7 +15,7 @@ static inline vi both(vi a, vi b) { return _mm512_and_si512(a, b); }
 static inline vi either(vi a, vi mask, vi b) { return _mm512_ternarylogic_epi32(a, mask, b, 0xEA); }
 static inline vi shift_left(vi a, int s) { return _mm512_slli_epi16(a, unsigned(s)); }
 static inline vi shift_right(vi a, int s) { return _mm512_srli_epi16(a, unsigned(s)); }
-static inline vi lookup(const int8_t* values, vi index) {
+static inline vi lookup(const uint8_t* values, vi index) {
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)values)), index);
 }
 // Column j of the four as one integer per row.
@@ -24,7 +24,6 @@ static inline vi byte_of(vi a, int j) {
 }
 static inline vi minus(vi a, int b) { return _mm512_sub_epi32(a, _mm512_set1_epi32(b)); }
 
-static inline vi flip(vi a) { return _mm512_xor_si512(a, bytes_of(128)); }  // int8 ↔ uint8 + 128
 
 #elif defined(QUIRE_AVX2)
 
@@ -36,7 +35,7 @@ static inline vi both(vi a, vi b) { return _mm256_and_si256(a, b); }
 static inline vi either(vi a, vi mask, vi b) { return _mm256_or_si256(_mm256_and_si256(a, mask), b); }
 static inline vi shift_left(vi a, int s) { return _mm256_slli_epi16(a, s); }
 static inline vi shift_right(vi a, int s) { return _mm256_srli_epi16(a, s); }
-static inline vi lookup(const int8_t* values, vi index) {
+static inline vi lookup(const uint8_t* values, vi index) {
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)values)), index);
 }
 static inline vi byte_of(vi a, int j) {
@@ -44,7 +43,6 @@ static inline vi byte_of(vi a, int j) {
 }
 static inline vi minus(vi a, int b) { return _mm256_sub_epi32(a, _mm256_set1_epi32(b)); }
 
-static inline vi flip(vi a) { return _mm256_xor_si256(a, bytes_of(128)); }
 
 #else
 
@@ -58,17 +56,16 @@ static inline vi both(vi a, vi b) { return a & b; }
 static inline vi either(vi a, vi mask, vi b) { return (a & mask) | b; }
 static inline vi shift_left(vi a, int s) { return (vi)((vu)a << s); }
 static inline vi shift_right(vi a, int s) { return (vi)((vu)a >> s); }
-static inline vi lookup(const int8_t* values, vi index) {
+static inline vi lookup(const uint8_t* values, vi index) {
     uint8_t bytes[32];
     std::memcpy(bytes, &index, 32);
-    for (uint8_t& b : bytes) b = uint8_t(values[b]);
+    for (uint8_t& b : bytes) b = values[b];
     vi out;
     std::memcpy(&out, bytes, 32);
     return out;
 }
 static inline vi byte_of(vi a, int j) { return (vi)((vu)a >> (8 * j)) & 255; }
 static inline vi minus(vi a, int b) { return a - b; }
-static inline vi flip(vi a) { return a ^ bytes_of(128); }
 
 #endif
 
@@ -82,9 +79,9 @@ static inline vi shift(vi a) {
 
 // How far weights are moved up in their byte, by which their scales are divided in turn.
 template <Tile F>
-static constexpr int lift = LIFTS && layout_of(F).zero ? 8 - layout_of(F).bits : 0;
+static constexpr int lift = LIFTS && layout_of(F).zero && !layout_of(F).table ? 8 - layout_of(F).bits : 0;
 
-// Columns 4V… (lo) and 16+4V… (hi) of a tile: unsigned weights, or IQ4's values as int8.
+// Columns 4V… (lo) and 16+4V… (hi) of a tile.
 template <Tile F, int V>
 static inline void weights(const uint8_t* w, vi& lo, vi& hi) {
     constexpr int plane = 4 * LANES, bits = layout_of(F).bits, up = lift<F>;
@@ -123,11 +120,9 @@ static inline void weights(const uint8_t* w, vi& lo, vi& hi) {
 // The four columns of `weights` as floats, [4][LANES].
 template <Tile F>
 static inline void unpack_columns(vi bytes, vf scale, vf min, float* out) {
-    constexpr bool table = layout_of(F).table;
-    if constexpr (table) bytes = flip(bytes);
+    constexpr int zero_point = layout_of(F).zero << lift<F>;
 #pragma GCC unroll 4
     for (int j = 0; j < 4; j++) {
-        constexpr int zero_point = table ? 128 : layout_of(F).zero << lift<F>;
         const vf q = mul(to_float(minus(byte_of(bytes, j), zero_point)), set1(1.0f / (1 << lift<F>)));
         const vf value = mul(scale, q);
         store(out + j * LANES, has_min<F> ? add(value, min) : value);

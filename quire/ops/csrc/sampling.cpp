@@ -3,7 +3,8 @@
 
 #include "simd.h"
 
-// From the C library: <cmath> would bring inline functions that the linker merges across instruction sets.
+// From the C library; <cmath> would bring inline functions that the linker merges across
+// instruction sets.
 extern "C" double log(double) noexcept;
 
 namespace quire::QUIRE_ISA {
@@ -77,7 +78,8 @@ int64_t collect(const SamplingScratch& c, const float* x, int64_t n, float bound
         unsigned bits = bits_ge(v, limit);
 #if defined(QUIRE_AVX512)
         if (!bits) continue;
-        const vi ids = _mm512_add_epi32(_mm512_set1_epi32(int(i)), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+        const vi lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        const vi ids = _mm512_add_epi32(_mm512_set1_epi32(int(i)), lanes);
         _mm512_storeu_ps(c.value + count, _mm512_maskz_compress_ps(__mmask16(bits), v));
         _mm512_storeu_si512(c.id + count, _mm512_maskz_compress_epi32(__mmask16(bits), ids));
         count += __builtin_popcount(bits);
@@ -190,7 +192,8 @@ int64_t cut(const SamplingScratch& c, int64_t count, int64_t edge) {
 // maximum of a chunk is a bound: k tokens at least reach it.
 int64_t collect_top(const SamplingScratch& c, const float* x, int64_t n, int64_t k) {
     const int64_t chunks = (n + VOCAB_CHUNK - 1) / VOCAB_CHUNK;
-    const float bound = k <= chunks ? c.chunk[reach(c.chunk, nullptr, chunks, double(k), false, c.set)] : MINUS_INFINITY;
+    float bound = MINUS_INFINITY;
+    if (k <= chunks) bound = c.chunk[reach(c.chunk, nullptr, chunks, double(k), false, c.set)];
     const int64_t count = collect(c, x, n, bound);
     return count > k ? cut(c, count, reach(c.value, nullptr, count, double(k), false, c.set)) : count;
 }

@@ -49,6 +49,16 @@ static inline vf load_i8(const int8_t* p) {
 static inline vf load_u8(const uint8_t* p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)));
 }
+// Nibbles of LANES bytes: both, or the one at a shift of 0 or 4.
+static inline void load_nibbles(const uint8_t* p, vf& low, vf& high) {
+    const __m512i a = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+    low = _mm512_cvtepi32_ps(_mm512_and_si512(a, _mm512_set1_epi32(15)));
+    high = _mm512_cvtepi32_ps(_mm512_srli_epi32(a, 4));
+}
+static inline vf load_nibble(const uint8_t* p, int shift) {
+    const __m512i a = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+    return _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srl_epi32(a, _mm_cvtsi32_si128(shift)), _mm512_set1_epi32(15)));
+}
 static inline vf to_float(vi a) { return _mm512_cvtepi32_ps(a); }
 static inline vi to_int(vf a) { return _mm512_cvtps_epi32(a); }
 // 2^n for integral n in a normal float's range.
@@ -87,6 +97,15 @@ static inline vf load_i8(const int8_t* p) {
 }
 static inline vf load_u8(const uint8_t* p) {
     return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+}
+static inline void load_nibbles(const uint8_t* p, vf& low, vf& high) {
+    const __m256i a = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+    low = _mm256_cvtepi32_ps(_mm256_and_si256(a, _mm256_set1_epi32(15)));
+    high = _mm256_cvtepi32_ps(_mm256_srli_epi32(a, 4));
+}
+static inline vf load_nibble(const uint8_t* p, int shift) {
+    const __m256i a = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+    return _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srl_epi32(a, _mm_cvtsi32_si128(shift)), _mm256_set1_epi32(15)));
 }
 static inline vf to_float(vi a) { return _mm256_cvtepi32_ps(a); }
 static inline vi to_int(vf a) { return _mm256_cvtps_epi32(a); }
@@ -152,10 +171,11 @@ static inline vi to_int(vf a) {
 }
 static inline vf to_float(vi a) { return __builtin_convertvector(a, vf); }
 static inline vf round(vf a) { return to_float(to_int(a)); }
-static inline vf load_f16(const uint16_t* p) {
-    vf a;
-    for (int i = 0; i < 8; i++) a[i] = half_to_float(p[i]);
-    return a;
+static inline vf load_f16(const uint16_t* p) {  // half_to_float without branches
+    vi h;
+    for (int i = 0; i < 8; i++) h[i] = p[i];
+    const vi magnitude = (vi)((vf)((h & 0x7fff) << 13) * 0x1p112f);
+    return (vf)(magnitude | ((h & 0x8000) << 16) | (((h & 0x7c00) == 0x7c00) & 0x7f800000));
 }
 static inline void store_f16(uint16_t* p, vf a) {
     for (int i = 0; i < 8; i++) p[i] = float_to_half(a[i]);
@@ -173,6 +193,17 @@ static inline vf load_i8(const int8_t* p) {
 static inline vf load_u8(const uint8_t* p) {
     vi a;
     for (int i = 0; i < 8; i++) a[i] = p[i];
+    return to_float(a);
+}
+static inline void load_nibbles(const uint8_t* p, vf& low, vf& high) {
+    vi a;
+    for (int i = 0; i < 8; i++) a[i] = p[i];
+    low = to_float(a & 15);
+    high = to_float(a >> 4);
+}
+static inline vf load_nibble(const uint8_t* p, int shift) {
+    vi a;
+    for (int i = 0; i < 8; i++) a[i] = p[i] >> shift & 15;
     return to_float(a);
 }
 static inline vf pow2(vf n) { return (vf)((to_int(n) + 127) << 23); }

@@ -40,14 +40,14 @@ struct TileLayout {
     Scales scales;
     int bits;   // of one weight
     int zero;   // the weight that stands for 0
-    bool table; // weights index the 16 values of IQ4
+    bool table; // weights are indices of iq4_values
 };
 
 static constexpr TileLayout tile_layouts[] = {
     {"q2k", Scales::super16_min, 2, 0, false}, {"q3k", Scales::super16, 3, 4, false},
     {"q4", Scales::half, 4, 8, false},         {"q4m", Scales::half_min, 4, 0, false},
-    {"q4t", Scales::half, 4, 0, true},         {"q4k", Scales::super_min, 4, 0, false},
-    {"q4tk", Scales::super, 4, 0, true},       {"q5", Scales::half, 5, 16, false},
+    {"q4t", Scales::half, 4, 128, true},       {"q4k", Scales::super_min, 4, 0, false},
+    {"q4tk", Scales::super, 4, 128, true},     {"q5", Scales::half, 5, 16, false},
     {"q5m", Scales::half_min, 5, 0, false},    {"q5k", Scales::super_min, 5, 0, false},
     {"q6k", Scales::super16, 6, 32, false},    {"q8", Scales::half, 8, 128, false},
     {"f16", Scales::none, 16, 0, false},       {"bf16", Scales::none, 16, 0, false},
@@ -56,8 +56,9 @@ static constexpr TileLayout tile_layouts[] = {
 static constexpr TileLayout layout_of(Tile tile) { return tile_layouts[int(tile)]; }
 static constexpr bool is_dense(Tile tile) { return layout_of(tile).scales == Scales::none; }
 
-static constexpr int8_t iq4_values[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
-                                          1,    13,   25,  38,  53,  69,  89,  113};
+// The values of IQ4, + 128.
+static constexpr uint8_t iq4_values[16] = {1,   24,  45,  63,  79,  93,  106, 118,
+                                           129, 141, 153, 166, 181, 197, 217, 241};
 
 // Bytes of one row in one tile, before its weights, and before each 256 columns.
 static constexpr int scale_bytes(Scales scales) {
