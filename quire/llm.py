@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Unpack, overload
 
@@ -51,8 +52,6 @@ class LLM:
             self.tokenizer = Tokenizer.from_metadata(file.metadata, name=str(path))
             self.model = load_model(file, self.ops, settings.type_k, settings.type_v, progress)
         self.budget.reserve(self.model.weight_bytes, "weights")
-        bos, eos = (self.tokenizer.token_text(i) for i in (self.tokenizer.bos, self.tokenizer.eos))
-        self.template = ChatTemplate(self.tokenizer.chat_template, bos, eos, name=str(path))
         self.n_ctx = settings.n_ctx or self.model.n_ctx_train
         memory = build_memory(self.model.groups, self.budget, settings)
         constrainer = Constrainer(self.tokenizer)
@@ -135,6 +134,12 @@ class LLM:
         text = self.template.render([dict(m) for m in messages])
         bos = self.tokenizer.token_text(self.tokenizer.bos)
         return self.encode(text, add_special=not (bos and text.startswith(bos)))
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """How the model wants a conversation to be written."""
+        bos, eos = (self.tokenizer.token_text(i) for i in (self.tokenizer.bos, self.tokenizer.eos))
+        return ChatTemplate(self.tokenizer.chat_template, bos, eos, name=str(self.path))
 
     @property
     def has_template(self) -> bool:

@@ -60,8 +60,9 @@ void store_tokens(const AttentionShape& s, const PageView& pages, const float* k
         for (int64_t i = begin; i < end; i++) {
             const int slot = pages.slots[i] % pages.page_tokens;
             char* page = pages.address + pages.slots[i] / pages.page_tokens * pages.page_bytes;
-            store_key(s.type_k, page + k_offset + h * k_head, s.dk, slot, k + i * stride + h * s.dk, s.dk);
-            store_value(s.type_v, page + v_offset + h * v_head, s.dv, pages.page_tokens, slot, v + i * stride + h * s.dv);
+            const float *key = k + i * stride + h * s.dk, *value = v + i * stride + h * s.dv;
+            store_key(s.type_k, page + k_offset + h * k_head, s.dk, slot, key, s.dk);
+            store_value(s.type_v, page + v_offset + h * v_head, s.dv, pages.page_tokens, slot, value);
         }
 }
 
@@ -82,7 +83,7 @@ void rotate_part(const AttentionShape& s, const RopeView& rope, char* part, int 
     float keys[MAX_HEAD_DIM * BLOCK], x[MAX_HEAD_DIM];
     for (int h = 0; h < s.n_kv_heads; h++, part += page_tokens * row_bytes(s.type_k, s.dk)) {
         for (int t = 0; t < page_tokens; t++) {
-            if (t % BLOCK == 0) load_keys(s.type_k, key_block(part, s.type_k, s.dk, t), s.dk, keys);
+            if (t % BLOCK == 0) load_keys(s.type_k, part + key_block(s.type_k, s.dk, t), s.dk, keys);
             if (skip[t]) continue;
             for (int d = 0; d < s.dk; d++) x[d] = keys[d * BLOCK + t % BLOCK];
             rotate(x, rope.table + int64_t(t) * rope.n_rot, rope.n_rot, rope.neox);
@@ -184,7 +185,7 @@ constexpr const Weigh* weighs_of[] = {weighs_as<ReadF32>, weighs_as<ReadF16>, we
 struct Segment {
     const void* keys[SEGMENT_BLOCKS];
     ValueBlock values[SEGMENT_BLOCKS];
-    KvType key_type, value_type;  // as they are read: f32 when staged
+    bool stage_keys, stage_values;  // converted to float32 in the scratch
     int base;      // slot of key 0 (negative before the first page)
     int from, to;  // keys that the tile sees
     uint16_t seen[TILE_ROWS][SEGMENT_BLOCKS];  // with holes: which of them each token sees
@@ -222,16 +223,15 @@ inline uint16_t seen_keys(const int32_t* slot_positions, int position, int windo
     return uint16_t(bits);
 }
 
-// With holes: who sees what; returns which keys of block b are needed at all.
-unsigned see_block(const AttendJob& job, const Tile& tile, Segment& g, int b) {
+// Which keys of block b any row needs; with holes also who sees what.
+unsigned needed_keys(const AttendJob& job, const Tile& tile, Segment& g, int b) {
     const PageView& pages = *job.pages;
     int32_t at[BLOCK];
-    unsigned needed = 0;
-    for (int t = 0; t < BLOCK; t++) {
-        const int slot = g.base + b * BLOCK + t;
-        const bool inside = slot >= tile.begin && slot < tile.end;
-        at[t] = inside ? pages.slot_positions[tile.seq * pages.max_slots + slot] : -1;
-    }
+    unsigned inside = 0, needed = 0;
+    for (int t = 0; t < BLOCK; t++) inside |= unsigned(b * BLOCK + t >= g.from && b * BLOCK + t < g.to) << t;
+    if (!pages.slot_positions) return inside;
+    const int32_t* positions = pages.slot_positions + tile.seq * pages.max_slots + g.base + b * BLOCK;
+    for (int t = 0; t < BLOCK; t++) at[t] = inside >> t & 1 ? positions[t] : -1;
     for (int r = 0; r < tile.rows; r++) {
         g.seen[r][b] = seen_keys(at, pages.positions[tile.row + r], job.shape->window);
         needed |= g.seen[r][b];
@@ -239,41 +239,41 @@ unsigned see_block(const AttendJob& job, const Tile& tile, Segment& g, int b) {
     return needed;
 }
 
-void open_segment(const AttendJob& job, const Tile& tile, int head, int number, const Scratch& c, Segment& g) {
+// Keys and values are read in place by few rows and converted once for many. Holes are cleared, so
+// that what lies there cannot reach a sum; a page of holes only is not touched.
+void open_block(const AttendJob& job, const Tile& tile, int head, const Scratch& c, Segment& g, int b) {
     const AttentionShape& s = *job.shape;
     const PageView& pages = *job.pages;
-    const bool holes = pages.slot_positions, many = tile.rows * s.group >= STAGE_ROWS;
-    const bool stage_k = holes || (many && s.type_k != KvType::f32);
-    const bool stage_v = holes || (many && s.type_v != KvType::f32) || s.dv != s.dv_padded;
-    g.base = number * SEGMENT - pages.phase[tile.seq];
+    float* keys = c.keys + int64_t(b) * BLOCK * s.dk;
+    float* values = c.values + int64_t(b) * BLOCK * s.dv_padded;
+    g.keys[b] = keys;
+    g.values[b] = {values, nullptr};
+    const unsigned needed = needed_keys(job, tile, g, b);
+    if (!needed) {
+        std::memset(values, 0, size_t(BLOCK * s.dv_padded) * 4);
+        return;
+    }
+    const int slot = g.base + b * BLOCK, in_page = slot % pages.page_tokens;
+    const int64_t page = pages.tables[tile.seq * pages.max_pages + slot / pages.page_tokens];
+    const char* start = pages.address + page * pages.page_bytes;
+    const char* k_part = start + job.k_offset + head * pages.page_tokens * row_bytes(s.type_k, s.dk);
+    const char* v_part = start + job.v_offset + head * pages.page_tokens * row_bytes(s.type_v, s.dv);
+    const char* block = k_part + key_block(s.type_k, s.dk, in_page);
+    if (g.stage_keys) load_keys(s.type_k, block, s.dk, keys);
+    else g.keys[b] = block;
+    if (g.stage_values) load_values(s.type_v, v_part, s.dv, pages.page_tokens, in_page, needed, values, s.dv_padded);
+    else g.values[b] = value_block(s.type_v, v_part, s.dv, pages.page_tokens, in_page);
+}
+
+void open_segment(const AttendJob& job, const Tile& tile, int head, int number, const Scratch& c, Segment& g) {
+    const AttentionShape& s = *job.shape;
+    const bool holes = job.pages->slot_positions, many = tile.rows * s.group >= STAGE_ROWS;
+    g.stage_keys = holes || (many && s.type_k != KvType::f32);
+    g.stage_values = holes || (many && s.type_v != KvType::f32) || s.dv != s.dv_padded;
+    g.base = number * SEGMENT - job.pages->phase[tile.seq];
     g.from = tile.begin > g.base ? tile.begin - g.base : 0;
     g.to = tile.end - g.base < SEGMENT ? tile.end - g.base : SEGMENT;
-    g.key_type = stage_k ? KvType::f32 : s.type_k;
-    g.value_type = stage_v ? KvType::f32 : s.type_v;
-    const int64_t k_head = pages.page_tokens * row_bytes(s.type_k, s.dk), v_head = pages.page_tokens * row_bytes(s.type_v, s.dv);
-    for (int b = g.from / BLOCK; b * BLOCK < g.to; b++) {
-        float* keys = c.keys + int64_t(b) * BLOCK * s.dk;
-        float* values = c.values + int64_t(b) * BLOCK * s.dv_padded;
-        g.keys[b] = keys;
-        g.values[b] = {values, nullptr};
-        unsigned needed = 0xffff;
-        if (holes) needed = see_block(job, tile, g, b);
-        else
-            for (int t = 0; t < BLOCK; t++)
-                if (b * BLOCK + t < g.from || b * BLOCK + t >= g.to) needed &= ~(1u << t);
-        if (!needed) {
-            std::memset(values, 0, size_t(BLOCK * s.dv_padded) * 4);
-            continue;
-        }
-        const int slot = g.base + b * BLOCK, in_page = slot % pages.page_tokens;
-        const int64_t page = pages.tables[tile.seq * pages.max_pages + slot / pages.page_tokens];
-        char* start = pages.address + page * pages.page_bytes;
-        char *k_part = start + job.k_offset + head * k_head, *v_part = start + job.v_offset + head * v_head;
-        if (stage_k) load_keys(s.type_k, key_block(k_part, s.type_k, s.dk, in_page), s.dk, keys);
-        else g.keys[b] = key_block(k_part, s.type_k, s.dk, in_page);
-        if (stage_v) load_values(s.type_v, v_part, s.dv, pages.page_tokens, in_page, needed, values, s.dv_padded);
-        else g.values[b] = value_block(s.type_v, v_part, s.dv, pages.page_tokens, in_page);
-    }
+    for (int b = g.from / BLOCK; b * BLOCK < g.to; b++) open_block(job, tile, head, c, g, b);
 }
 
 // ---- softmax of one row of a segment ----
@@ -336,13 +336,14 @@ void attend_rows(const AttentionShape& s, const Segment& g, int n, const float* 
         high = to[r] > high ? to[r] : high;
     }
     if (low >= high) return;
-    scores_of[int(g.key_type)][n - 1](q, s.dk, g.keys, low / BLOCK, (high + BLOCK - 1) / BLOCK, scores);
+    const KvType type_k = g.stage_keys ? KvType::f32 : s.type_k, type_v = g.stage_values ? KvType::f32 : s.type_v;
+    scores_of[int(type_k)][n - 1](q, s.dk, g.keys, low / BLOCK, (high + BLOCK - 1) / BLOCK, scores);
     for (int r = 0; r < n; r++) {
         if (from[r] >= to[r]) continue;
         float* sums = part + r * stride;
         softmax(scores + r * SEGMENT, from[r], to[r], seen[r], s.softcap, sums + s.dv_padded, sums + s.dv_padded + 1);
     }
-    const Weigh* weighs = weighs_of[int(g.value_type)];
+    const Weigh* weighs = weighs_of[int(type_v)];
     const bool together = all_from < all_to;
     for (int r = 0; r < n; r++) {
         const int stop = together ? all_from : to[r];
@@ -366,7 +367,8 @@ void attend_segment(const AttendJob& job, const Tile& tile, const Segment& g, co
         const uint16_t* seen[ROWS];
         for (int i = 0; i < n; i++) {
             const int token = (r + i) / s.group;
-            const int begin = job.pages->begin[tile.row + token] - g.base, end = job.pages->end[tile.row + token] - g.base;
+            const int begin = job.pages->begin[tile.row + token] - g.base;
+            const int end = job.pages->end[tile.row + token] - g.base;
             from[i] = begin > 0 ? begin : 0;
             to[i] = end < SEGMENT ? end : SEGMENT;
             seen[i] = job.pages->slot_positions ? g.seen[token] : nullptr;

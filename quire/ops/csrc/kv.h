@@ -56,13 +56,12 @@ inline uint16_t quantize_q4(const float* x, uint8_t* q) {
 
 // ---- keys: `part` is one kv head of one page, `slot` the token's place in the page ----
 
-inline char* key_block(char* part, KvType type, int dk, int slot) {
-    return part + slot / BLOCK * (BLOCK * row_bytes(type, dk));
-}
+// Where the block of a slot begins.
+inline int64_t key_block(KvType type, int dk, int slot) { return slot / BLOCK * (BLOCK * row_bytes(type, dk)); }
 
 // Dims [0, dims) of a key of dk dims; for the quantised types dims is rounded up to whole groups.
 inline void store_key(KvType type, char* part, int dk, int slot, const float* x, int dims) {
-    char* block = key_block(part, type, dk, slot);
+    char* block = part + key_block(type, dk, slot);
     const int lane = slot % BLOCK;
     if (type == KvType::f32) {
         float* out = (float*)block + lane;

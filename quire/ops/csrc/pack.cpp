@@ -10,11 +10,16 @@ uint32_t word(const uint8_t* p) {
     std::memcpy(&w, p, 4);
     return w;
 }
+uint64_t eight(const uint8_t* p) {
+    uint64_t w;
+    std::memcpy(&w, p, 8);
+    return w;
+}
 
 constexpr uint32_t each(uint32_t byte) { return byte * 0x01010101u; }
 
-// The low `bits` of each byte of w, taken from bit `at` up.
-constexpr uint32_t field(uint32_t w, int at, uint32_t mask) { return (w >> at) & each(mask); }
+// The bits of each of eight bytes from `at` up, as many as mask has.
+constexpr uint64_t field(uint64_t w, int at, uint64_t mask) { return (w >> at) & mask * 0x0101010101010101u; }
 
 // Where one row of one tile goes.
 struct Place {
@@ -27,27 +32,26 @@ struct Place {
     [[gnu::always_inline]] void plane(int n, uint32_t value) const { std::memcpy(tile + planes + (n * lanes + row) * 4, &value, 4); }
 };
 
-// 32 weights, four to a word in the order of the columns, into the planes of tiles.h.
+// 32 weights, eight to a word in the order of the columns, into the planes of tiles.h.
 template <int BITS>
-[[gnu::always_inline]] inline void put_weights(const uint32_t (&q)[8], const Place& to) {
-    int next = 0;
-    if constexpr (BITS == 8) {
-        for (int v = 0; v < 8; v++) to.plane(next++, q[v]);
-        return;
-    }
+[[gnu::always_inline]] inline void put_weights(const uint64_t (&q)[4], const Place& to) {
     constexpr int low = BITS >= 4 ? 4 : 0;
+    int next = 0;
     if constexpr (BITS >= 4)
-        for (int v = 0; v < 4; v++) to.plane(next++, field(q[v], 0, 15) | field(q[4 + v], 0, 15) << 4);
+        for (int i = 0; i < 2; i++) {
+            const uint64_t nibbles = field(q[i], 0, 15) | field(q[2 + i], 0, 15) << 4;
+            to.plane(next++, uint32_t(nibbles));
+            to.plane(next++, uint32_t(nibbles >> 32));
+        }
     if constexpr (BITS == 2 || BITS == 3 || BITS == 6)
-        for (int h = 0; h < 8; h += 4) {
-            uint32_t pairs = 0;
-            for (int v = 0; v < 4; v++) pairs |= field(q[h + v], low, 3) << 2 * v;
-            to.plane(next++, pairs);
+        for (int h = 0; h < 4; h += 2) {
+            const uint64_t pairs = field(q[h], low, 3) | field(q[h + 1], low, 3) << 4;  // of v = 0, 2 and 1, 3
+            to.plane(next++, uint32_t(pairs) | uint32_t(pairs >> 32) << 2);
         }
     if constexpr (BITS == 3 || BITS == 5) {
-        uint32_t plane = 0;
-        for (int v = 0; v < 8; v++) plane |= field(q[v], BITS - 1, 1) << v;
-        to.plane(next++, plane);
+        uint64_t bits = 0;  // of even v and odd v
+        for (int i = 0; i < 4; i++) bits |= field(q[i], BITS - 1, 1) << 2 * i;
+        to.plane(next++, uint32_t(bits) | uint32_t(bits >> 32) << 1);
     }
 }
 
@@ -132,8 +136,8 @@ struct Q2_K {
     static void group(const uint8_t* b, int g, const Place& to) {
         to.byte(0, b[2 * g]);
         to.byte(1, b[2 * g + 1]);
-        uint32_t q[8];
-        for (int v = 0; v < 8; v++) q[v] = field(word(b + 16 + g / 4 * 32 + 4 * v), g % 4 * 2, 3);
+        uint64_t q[4];
+        for (int i = 0; i < 4; i++) q[i] = field(eight(b + 16 + g / 4 * 32 + 8 * i), g % 4 * 2, 3);
         put_weights<2>(q, to);
     }
 };
@@ -148,9 +152,9 @@ struct Q3_K {
     static void group(const uint8_t* b, int g, const Place& to) {
         to.byte(0, scale(b + 96, 2 * g));
         to.byte(1, scale(b + 96, 2 * g + 1));
-        uint32_t q[8];
-        for (int v = 0; v < 8; v++)
-            q[v] = field(word(b + 32 + g / 4 * 32 + 4 * v), g % 4 * 2, 3) | field(word(b + 4 * v), g, 1) << 2;
+        uint64_t q[4];
+        for (int i = 0; i < 4; i++)
+            q[i] = field(eight(b + 32 + g / 4 * 32 + 8 * i), g % 4 * 2, 3) | field(eight(b + 8 * i), g, 1) << 2;
         put_weights<3>(q, to);
     }
 };
@@ -165,8 +169,8 @@ struct Q4_K {
     static void group(const uint8_t* b, int g, const Place& to) {
         to.byte(0, k_scale(b + 4, g));
         to.byte(1, k_min(b + 4, g));
-        uint32_t q[8];
-        for (int v = 0; v < 8; v++) q[v] = field(word(b + 16 + g / 2 * 32 + 4 * v), g % 2 * 4, 15);
+        uint64_t q[4];
+        for (int i = 0; i < 4; i++) q[i] = field(eight(b + 16 + g / 2 * 32 + 8 * i), g % 2 * 4, 15);
         put_weights<4>(q, to);
     }
 };
@@ -177,9 +181,9 @@ struct Q5_K : Q4_K {
     static void group(const uint8_t* b, int g, const Place& to) {
         to.byte(0, k_scale(b + 4, g));
         to.byte(1, k_min(b + 4, g));
-        uint32_t q[8];
-        for (int v = 0; v < 8; v++)
-            q[v] = field(word(b + 48 + g / 2 * 32 + 4 * v), g % 2 * 4, 15) | field(word(b + 16 + 4 * v), g, 1) << 4;
+        uint64_t q[4];
+        for (int i = 0; i < 4; i++)
+            q[i] = field(eight(b + 48 + g / 2 * 32 + 8 * i), g % 2 * 4, 15) | field(eight(b + 16 + 8 * i), g, 1) << 4;
         put_weights<5>(q, to);
     }
 };
@@ -192,9 +196,9 @@ struct Q6_K {
         to.byte(0, b[192 + 2 * g]);
         to.byte(1, b[192 + 2 * g + 1]);
         const uint8_t *ql = b + g / 4 * 64 + g % 2 * 32, *qh = b + 128 + g / 4 * 32;
-        uint32_t q[8];
-        for (int v = 0; v < 8; v++)
-            q[v] = field(word(ql + 4 * v), g % 4 / 2 * 4, 15) | field(word(qh + 4 * v), g % 4 * 2, 3) << 4;
+        uint64_t q[4];
+        for (int i = 0; i < 4; i++)
+            q[i] = field(eight(ql + 8 * i), g % 4 / 2 * 4, 15) | field(eight(qh + 8 * i), g % 4 * 2, 3) << 4;
         put_weights<6>(q, to);
     }
 };
@@ -218,15 +222,16 @@ void pack_quantized(const uint8_t* file, int64_t rows, int64_t cols, int lanes, 
     const int64_t tile = planes + 4 * layout_of(F::tile).bits * lanes, file_row = cols / F::block * F::bytes;
     for (int64_t block = begin; block < end; block++) {
         uint8_t* to = out + block * block_bytes(F::tile, lanes, cols);
-        const uint8_t* from = file + block * lanes * file_row;
-        const int filled = int(rows - block * lanes < lanes ? rows - block * lanes : lanes);
-        for (int64_t k = 0; k < cols; k += F::block, from += F::bytes) {  // so that the tiles stay in the cache
-            if constexpr (F::block == 256) {
-                for (int r = 0; r < filled; r++) F::super(from + r * file_row, Place{to, lanes, r, 0});
-                to += super_bytes(scales) * lanes;
+        for (int r = 0; r < lanes && block * lanes + r < rows; r++) {
+            const uint8_t* from = file + (block * lanes + r) * file_row;
+            uint8_t* at = to;
+            for (int64_t k = 0; k < cols; k += F::block, from += F::bytes) {
+                if constexpr (F::block == 256) {
+                    F::super(from, Place{at, lanes, r, 0});
+                    at += super_bytes(scales) * lanes;
+                }
+                for (int g = 0; g < F::block / 32; g++, at += tile) F::group(from, g, Place{at, lanes, r, planes});
             }
-            for (int g = 0; g < F::block / 32; g++, to += tile)
-                for (int r = 0; r < filled; r++) F::group(from + r * file_row, g, Place{to, lanes, r, planes});
         }
     }
 }
