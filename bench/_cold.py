@@ -32,13 +32,15 @@ class ColdRuns:
         """The asked-for figures of one file, all from the same processes."""
         if not set(COLD) & set(questions):
             return
+        disturbed = self._quiet.disturbed
         answers = self._answers(path)
+        disturbed = self._quiet.disturbed - disturbed
         self.texts[name] = {who: given[0]["text"] for who, given in answers.items()}
         if "start" in questions:
-            yield from _start(name, answers)
+            yield from _start(name, answers, disturbed)
         if "load" in questions:
             loads = _samples(answers, "loaded", "imported", 1e3)
-            yield Row(name, "load", "ms", loads, more_is_better=False)
+            yield Row(name, "load", "ms", loads, more_is_better=False, disturbed=disturbed)
         if "memory" in questions:
             yield from _memory(name, answers, path.stat().st_size / 1e6)
 
@@ -49,7 +51,7 @@ class ColdRuns:
         for turn in range(self._rounds + 1):
             for side in turns(self._sides, turn):
                 once = partial(side.cold, settings, PROMPT)
-                answer = self._quiet.measure([], once) if turn > 0 else once()
+                answer = self._quiet.measure([], once)
                 if turn > 0:
                     answers[side.name].append(answer)
         return answers
@@ -63,11 +65,11 @@ def _samples(answers: Answers, of: str, less: str | None, scale: float) -> dict[
     }
 
 
-def _start(name: str, answers: Answers) -> Iterator[Row]:
+def _start(name: str, answers: Answers, disturbed: int) -> Iterator[Row]:
     first = _samples(answers, "first", None, 1e3)
-    yield Row(name, "cold start", "ms", first, more_is_better=False, target=START_TARGET)
+    yield Row(name, "cold start", "ms", first, False, START_TARGET, disturbed=disturbed)
     imports = _samples(answers, "imported", None, 1e3)
-    yield Row(name, "- until imported", "ms", imports, more_is_better=False)
+    yield Row(name, "- until imported", "ms", imports, False, disturbed=disturbed)
 
 
 def _memory(name: str, answers: Answers, file_size: float) -> Iterator[Row]:

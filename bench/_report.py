@@ -37,6 +37,7 @@ class Row:
 
     `ratio` says how many times better Quire is, so it is above 1 when Quire wins, whether more
     or less of the unit is good. `target` is a least ratio; `ceiling` a greatest value for Quire.
+    `disturbed` counts samples taken while other programs used the machine.
     """
 
     format: str
@@ -46,6 +47,7 @@ class Row:
     more_is_better: bool = True
     target: float | None = None
     ceiling: float | None = None
+    disturbed: int = 0
 
     @property
     def ratio(self) -> float | None:
@@ -76,7 +78,7 @@ class Row:
             *(format(Spread.of(s), spec) if s else "" for s in map(self.samples.get, (PEER, OURS))),
             "" if self.ratio is None else f"{self.ratio:.2f}",
             aim,
-            {None: "", True: "yes", False: "no"}[self.met],
+            {None: "", True: "yes", False: "no"}[self.met] + ("?" if self.disturbed else ""),
         ]
 
     def as_dict(self) -> dict[str, Any]:

@@ -85,9 +85,11 @@ class SpeedRuns:
             for question in asked:
                 speed = SPEEDS[question]
                 self._load(workers, path, speed)
+                disturbed = self._quiet.disturbed
                 rates = self._rates(workers, speed)
+                disturbed = self._quiet.disturbed - disturbed
                 target = TARGETS[name][question]
-                yield Row(name, question, "tokens/s", rates, target=target)
+                yield Row(name, question, "tokens/s", rates, target=target, disturbed=disturbed)
                 if question == "decode":
                     yield self._reached(name, rates)
 
@@ -108,7 +110,7 @@ class SpeedRuns:
         for turn in range(self._rounds + 1):
             for worker in turns(workers, turn):
                 once = partial(self._ask, worker, workers, speed)
-                seconds = self._quiet.measure(pids, once) if turn > 0 else once()
+                seconds = self._quiet.measure(pids, once)
                 if turn > 0:
                     rates[worker.side.name].append(speed.tokens / seconds)
         return rates

@@ -93,7 +93,7 @@ class Engine:
             raise self._too_long(len(sequence.tokens) + len(request.tokens))
         sequence.tokens.extend(request.tokens)
         sampler = make_sampler(self.ops, request.sampling)
-        sampler.observe(np.array(sequence.tokens, np.int32))
+        sampler.observe_prompt(np.array(sequence.tokens, np.int32))
         sequence.generation = Generation(request, sampler, matcher)
         if sequence.pending == 0 and sequence.logits is None:
             # A rewind dropped the logits of its end: its last token is computed once more.

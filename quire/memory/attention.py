@@ -160,6 +160,8 @@ class AttentionMemory(Memory):
         return seq
 
     def seq_free(self, seq: int) -> None:
+        if seq < 0:
+            raise RequestError(f"sequence ids start at 0; {seq} cannot be freed")
         self.seq_rm(seq, -1, -1)
         self._tables.pop(seq, None)
 
@@ -194,12 +196,14 @@ class AttentionMemory(Memory):
         if p0 > 0 or p1 >= 0:
             part.cut(~source.within(p0, p1))
         target = self._tables.get(dst)
-        if target is not None and target.length:
-            _check_disjoint(dst, target, part)
-        self.pool.share(part.pages, part.seen(), appender=src)
         if target is None or target.length == 0:
+            self.pool.share(part.pages, part.seen(), appender=src)
             self._tables[dst] = part
         elif part.length:
+            _check_disjoint(dst, target, part)
+            known = np.isin(part.pages, target.pages)
+            self.pool.share(part.pages[~known], part.seen()[~known], appender=src)
+            self.pool.freeze(part.pages[known], part.seen()[known])
             target.join(part)
 
     def seq_keep(self, seq: int) -> None:
@@ -356,4 +360,9 @@ def _check_disjoint(dst: int, target: Table, part: Table) -> None:
         raise RequestError(
             f"sequence {dst} holds {len(both)} of the positions to copy already, {both[0]} first; "
             "remove them with seq_rm"
+        )
+    if target.clashes(part):
+        raise RequestError(
+            f"sequence {dst} holds tokens to be copied already, moved to other positions; apply "
+            "init_update() first"
         )

@@ -39,12 +39,14 @@ def audit_pool(pool: PagePool, holders: Iterable[Holder]) -> list[str]:
     laws = {
         "references of holders differ from the count of pages": counts != pool.refs,
         "referenced pages are free": (pool.refs > 0) & ~live,
-        "free pages are referenced, or unreferenced pages are not free": (pool.refs > 0) != live,
+        "pages without a reference are not free": (pool.refs <= 0) & live,
         "live pages are not paid for": live & ~backed,
     }
     wrong = [f"{law}: {np.flatnonzero(bad).tolist()}" for law, bad in laws.items() if bad.any()]
-    if pool.used != live.sum() or pool.backing.count != backed.sum():
+    if pool.used != live.sum():
         wrong.append(f"{pool.used} pages counted as used, {live.sum()} are")
+    if pool.backing.count != backed.sum():
+        wrong.append(f"{pool.backing.count} pages counted as backed, {backed.sum()} are")
     return wrong + _audit_bytes(pool, np.flatnonzero(backed)) + _audit_writers(pool, holders)
 
 

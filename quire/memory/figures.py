@@ -14,7 +14,9 @@ from quire.memory.table import HOLE, Table
 
 
 def breakdown(
-    pool: PagePool, tables: Collection[Table], checkpoints: Mapping[str, Checkpoint],
+    pool: PagePool,
+    tables: Collection[Table],
+    checkpoints: Mapping[str, Checkpoint],
     aside: Collection[int],
 ) -> dict[str, int]:
     """Committed bytes by what keeps them: a checkpoint counts for what only it keeps alive."""

@@ -65,7 +65,7 @@ class GroupSpec:
         for what in ("n_kv_heads", "head_dim_k", "head_dim_v"):
             if getattr(self, what) < 1:
                 raise ModelError(f"{where} needs {what} of at least 1; got {getattr(self, what)}")
-        if (self.kind == "window") != (self.window is not None) or (self.window or 1) < 1:
+        if not ((self.window or 0) > 0 if self.kind == "window" else self.window is None):
             raise ModelError(f"{where} of kind {self.kind!r} cannot have window={self.window}")
         for reader, owner in self.reuse.items():
             if reader in self.layers or owner not in self.layers:

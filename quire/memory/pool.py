@@ -143,6 +143,10 @@ class PagePool:
         self.appender[at[alone]] = appender
         self.refs[at] = counts + 1
 
+    def freeze(self, ids: Int32, seen: Int32) -> None:
+        """A holder that was there already sees more of these pages."""
+        self.frozen[ids] = np.maximum(self.frozen[ids], seen)
+
     def may_append(self, page: int, slot: int, holder: int) -> bool:
         """Whether this holder may write the slots from `slot` on: nobody else sees them."""
         return self._refs[page] == 1 or bool(

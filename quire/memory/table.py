@@ -157,7 +157,7 @@ class Table:
         if positions is None and length and self.pending is None:
             self.next_position = self.first + length
         else:
-            self._settle()
+            self.settle()
         return dropped
 
     def cut(self, remove: Mask) -> Int32:
@@ -176,13 +176,31 @@ class Table:
         return dropped
 
     def join(self, other: Table) -> None:
-        """The slots of another table behind the own ones, from a new page on."""
-        gap = np.full(self.n_pages * self.page_tokens - self.length, HOLE, np.int32)
-        positions = np.concatenate([self.position_array(), gap, other.position_array()])
-        pending = None
-        if self.pending is not None or other.pending is not None:
-            pending = np.concatenate([self._turns(), np.zeros_like(gap), other._turns()])
-        self.assign(np.concatenate([self.pages, other.pages]), positions, pending)
+        """The slots of another table as well: in pages both have, or behind the own pages."""
+        _, rows, known = np.intersect1d(self.pages, other.pages, True, True)
+        new = np.delete(np.arange(other.n_pages), known)
+        positions, theirs = self._position_rows(), other._position_rows()
+        turns, their_turns = self.by_page(self._turns()), other.by_page(other._turns())
+        # Of two tables that do not clash, one has a hole and no turn wherever the other sees.
+        positions[rows] = np.maximum(positions[rows], theirs[known])
+        turns[rows] += their_turns[known]
+        self.assign(
+            np.concatenate([self.pages, other.pages[new]]),
+            np.concatenate([positions, theirs[new]]).reshape(-1),
+            np.concatenate([turns, their_turns[new]]).reshape(-1),
+        )
+
+    def clashes(self, other: Table) -> bool:
+        """Whether both see the same slot of a page."""
+        _, mine, theirs = np.intersect1d(self.pages, other.pages, True, True)
+        live = self._position_rows()[mine] != HOLE
+        return bool((live & (other._position_rows()[theirs] != HOLE)).any())
+
+    def _position_rows(self) -> Int32:
+        """Positions, one row per page, with holes behind the last slot."""
+        rows = np.full((self.n_pages, self.page_tokens), HOLE, np.int32)
+        rows.reshape(-1)[: self.length] = self.position_array()
+        return rows
 
     def assign(self, ids: Int32, positions: Int32, pending: Int32 | None) -> None:
         """All contents anew; holes at the end are dropped, which must not empty a page."""
@@ -195,7 +213,7 @@ class Table:
         self._positions = positions
         self.pending = None if pending is None else pending[: self.length].astype(np.int32)
         self.version = object()
-        self._settle()
+        self.settle()
 
     # -- moving ---------------------------------------------------------------------------------
 
@@ -207,18 +225,12 @@ class Table:
         positions[slots] = target[slots]
         self.pending = turns
         self._positions = positions
-        self._settle()
-
-    def settled(self, slots: slice) -> None:
-        """K in these slots has been rotated."""
-        assert self.pending is not None
-        self.pending[slots] = 0
-        self._settle()
+        self.settle()
 
     def _turns(self) -> Int32:
         return np.zeros(self.length, np.int32) if self.pending is None else self.pending.copy()
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Restores the plain form where there is one, and the figures derived from positions."""
         if self.pending is not None and not self.pending.any():
             self.pending = None

@@ -121,7 +121,7 @@ class UpdateContext(MemoryContext):
             return
         deltas = table.by_page(table.pending)
         size = self._layout.page_tokens
-        for index in _turning(table).tolist():
+        for index in _turning(table).tolist():  # each is done, and known to be, before the next
             page = int(table.pages[index])
             if self._pool.refs[page] > 1:
                 copy = int(self.aside.pages[0])
@@ -131,7 +131,8 @@ class UpdateContext(MemoryContext):
                 self._pool.release_one(page)
             else:
                 self._rotate(self._pool.page_address(page), self._layout, deltas[index])
-            table.settled(slice(index * size, (index + 1) * size))
+            table.pending[index * size : (index + 1) * size] = 0
+        table.settle()
 
 
 def _turning(table: Table) -> np.ndarray[tuple[int], np.dtype[np.intp]]:

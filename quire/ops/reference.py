@@ -22,21 +22,22 @@ BLOCK = 16
 
 def silu(x: Floats) -> Floats:
     """x · sigmoid(x)."""
-    return (x / (1 + np.exp(-x.astype(np.float64)))).astype(np.float32)
+    y = x.astype(np.float64)
+    return np.asarray(y / (1 + np.exp(-y)), np.float32)
 
 
 def gelu(x: Floats) -> Floats:
     """The tanh approximation of gelu."""
     y = x.astype(np.float64)
     inner = np.sqrt(2 / np.pi) * (y + 0.044715 * y**3)
-    return (0.5 * y * (1 + np.tanh(inner))).astype(np.float32)
+    return np.asarray(0.5 * y * (1 + np.tanh(inner)), np.float32)
 
 
 def rms_norm(x: Floats, weight: Floats, eps: float) -> Floats:
     """x divided by its root mean square over the last axis, times weight."""
     y = x.astype(np.float64)
     scale = 1 / np.sqrt((y * y).mean(-1, keepdims=True) + eps)
-    return (y * scale * weight).astype(np.float32)
+    return np.asarray(y * scale * weight, np.float32)
 
 
 def rope(x: Floats, positions: Ints, rope: Rope) -> Floats:
@@ -91,7 +92,7 @@ def quantize(kind: str, x: Floats) -> tuple[Bytes, NDArray[np.float16]]:
 
 def dequantize(kind: str, q: Bytes, scales: NDArray[np.float16]) -> Floats:
     """The inverse of quantize."""
-    groups = q.reshape(*scales.shape, -1)
+    groups = np.ascontiguousarray(q).reshape(*scales.shape, -1)
     if kind == "q8_0":
         values = groups.view(np.int8).astype(np.float32)
     else:
@@ -138,9 +139,9 @@ def load_keys(part: Bytes, kind: str, heads: int, dims: int) -> Floats:
     if kind in _DENSE:
         values = _widen(kind, part.view(_DENSE[kind]).reshape(heads, -1, dims, BLOCK))
         return values.transpose(1, 3, 0, 2).reshape(-1, heads, dims)
-    views = _key_views(part, kind, heads, dims)
-    q, scales = (np.ascontiguousarray(a.transpose(1, 3, 0, 2)) for a in views)
-    return dequantize(kind, q, scales).reshape(-1, heads, dims)
+    q, scales = _key_views(part, kind, heads, dims)
+    order = (1, 3, 0, 2)
+    return dequantize(kind, q.transpose(order), scales.transpose(order)).reshape(-1, heads, dims)
 
 
 def _value_views(
@@ -168,7 +169,7 @@ def load_values(part: Bytes, kind: str, heads: int, dims: int) -> Floats:
     """A page's values as float32 [page_tokens, heads, dims]."""
     if kind in _DENSE:
         return _widen(kind, part.view(_DENSE[kind]).reshape(heads, -1, dims)).transpose(1, 0, 2)
-    q, scales = (np.ascontiguousarray(a) for a in _value_views(part, kind, heads, dims))
+    q, scales = _value_views(part, kind, heads, dims)
     return dequantize(kind, q, scales).reshape(heads, -1, dims).transpose(1, 0, 2)
 
 
@@ -195,7 +196,7 @@ class Paged:
         n = int(self.length[seq])
         if self.slot_positions is not None:
             return self.slot_positions[seq, :n]
-        return self.first[seq] + np.arange(n, dtype=np.int32)
+        return np.arange(n, dtype=np.int32) + np.int32(self.first[seq])
 
     def part(self, page: int, offset: int, heads: int, kind: str, dims: int) -> Bytes:
         """The bytes of one layer's K or V in a page."""
@@ -326,15 +327,19 @@ class Sampling:
 def edit_logits(
     logits: Floats, sampling: Sampling, counts: dict[int, int], allowed: NDArray[np.bool_] | None
 ) -> Floats:
-    """Bias, penalties for the tokens counted, then minus infinity where not allowed."""
+    """Bias, penalties for the tokens counted, then minus infinity where not allowed.
+
+    A count of 0 is a prompt's token, which only the repetition penalty is about.
+    """
     x = logits.astype(np.float32)
     for token, value in sampling.bias:
         x[token] += np.float32(value)
     repetition = np.float32(sampling.repetition_penalty)
     for token, count in counts.items():
         x[token] = x[token] / repetition if x[token] > 0 else x[token] * repetition
-        frequency = np.float32(sampling.frequency_penalty) * np.float32(count)
-        x[token] -= frequency + np.float32(sampling.presence_penalty)
+        if count > 0:
+            frequency = np.float32(sampling.frequency_penalty) * np.float32(count)
+            x[token] -= frequency + np.float32(sampling.presence_penalty)
     if allowed is not None:
         x[~allowed] = -np.inf
     return x

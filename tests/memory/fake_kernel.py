@@ -40,7 +40,7 @@ def make_attention(
 
 def _row(page_address: int, part: int, row_bytes: int, slot: int) -> NDArray[np.int32]:
     cell = (ctypes.c_int32 * 2).from_address(page_address + part + slot * row_bytes)
-    return np.frombuffer(cell, np.int32)
+    return np.ctypeslib.as_array(cell)
 
 
 def _rows(
@@ -62,6 +62,7 @@ def write(ubatch: MicroBatch) -> None:
     """Stores the new tokens where the view says."""
     view = ubatch.views[GROUP]
     for token, position, where in zip(ubatch.tokens, ubatch.positions, view.slots, strict=True):
+        assert where >= 0
         page, slot = divmod(int(where), view.page_tokens)
         for layer, k, v in _rows(view.address + page * view.page_bytes, view.layout, slot):
             k[:] = token, position

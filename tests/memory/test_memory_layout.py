@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import BudgetError, ModelError, RequestError
@@ -33,6 +33,7 @@ def test_an_unknown_type_names_the_known_ones() -> None:
         KVType("q5_1")
 
 
+@settings(deadline=None)
 @given(
     n_layers=st.integers(1, 5),
     heads=st.integers(1, 5),
@@ -92,6 +93,8 @@ def test_layers_can_read_others_and_be_left_out() -> None:
         {"window": 128},
         {"kind": "window"},
         {"kind": "window", "window": 0},
+        {"kind": "window", "window": -1},
+        {"window": 0},
         {"reuse": {1: 0}},
         {"reuse": {5: 9}},
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,8 @@ def random_bytes(rng: np.random.Generator, kind: GGMLType, rows: int, cols: int)
         values = rng.standard_normal((rows, cols)).astype(np.float32)
         if kind is GGMLType.BF16:
             return reference.to_bf16(values).view(np.uint8).reshape(-1)
-        return values.astype(np.float32 if kind is GGMLType.F32 else np.float16).view(np.uint8).reshape(-1)
+        dtype = np.float32 if kind is GGMLType.F32 else np.float16
+        return values.astype(dtype).view(np.uint8).reshape(-1)
     blocks = rng.integers(0, 256, (rows * cols // kind.block_size, kind.type_size), np.uint8)
     for at in HALVES[kind]:
         scales = rng.uniform(-0.05, 0.05, len(blocks)).astype(np.float16)
@@ -71,6 +73,7 @@ def part(kind: GGMLType, rows: int, cols: int, data: Bytes) -> tuple[int, int, i
 def matrix(cpu: Any, kind: GGMLType, rows: int, cols: int, seed: int = 0) -> tuple[Any, Floats]:
     """A packed matrix and its values."""
     data = random_bytes(np.random.default_rng(seed), kind, rows, cols)
+    data.flags.writeable = False  # as a mapped file is
     return cpu.pack([part(kind, rows, cols, data)]), dequantize(data, kind, (rows, cols))
 
 
@@ -170,33 +173,50 @@ def test_parts_of_mixed_formats(isa: str, n: int) -> None:
     close(got, want, x, values, 2e-6)
 
 
+def floats(seed: int, *shape: int) -> Floats:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
 @pytest.mark.parametrize("n", [1, 2, 9])
-def test_what_is_fused_around_a_product(isa: str, n: int) -> None:
-    """Norm, activation, bias and sum are the separate operations, in float rounding."""
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("into", [False, True])
+def test_bias_and_sum(isa: str, n: int, bias: bool, into: bool) -> None:
     cpu = _cpu.Cpu(2, isa, True)
-    rng = np.random.default_rng(6)
-    rows, cols = 50, 96
-    w, values = matrix(cpu, GGMLType.Q4_1, rows, cols)
+    w, values = matrix(cpu, GGMLType.Q4_1, 50, 96)
+    x, b, total = floats(1, n, 96), floats(2, 50) if bias else None, floats(3, n, 50)
+    target = cpu.array(total) if into else None
+    got = cpu.linear(
+        cpu.array(x), w, bias=cpu.array(b[None]) if b is not None else None, into=target
+    )
+    assert (got is target) == into
+    want = reference.linear(x, values, bias=b, into=total if into else None, exact=True)
+    assert np.allclose(got.numpy(), want, rtol=1e-4, atol=1e-4)
 
-    def floats(*shape: int) -> Floats:
-        return rng.standard_normal(shape).astype(np.float32)
 
-    x, norm, both, bias, into = floats(n, cols), floats(cols), floats(n, 2 * cols), floats(rows), floats(n, rows)
-    for options in ({"bias": bias}, {"into": into}, {"bias": bias, "into": into}, {"norm": norm, "eps": 1e-5}):
-        arrays = {k: cpu.array(np.atleast_2d(v)) if k != "eps" else v for k, v in options.items()}
-        got = cpu.linear(cpu.array(x), w, **arrays)
-        assert (got is arrays.get("into")) == ("into" in options)
-        want = reference.linear(x, values, exact=True, **options)  # type: ignore[arg-type]
-        assert np.allclose(got.numpy(), want, rtol=1e-4, atol=1e-4)
-    for act in (SILU_MUL, GELU_MUL):
-        got = cpu.linear(cpu.array(both), w, act=act)
-        assert np.allclose(got.numpy(), reference.linear(both, values, act=act, exact=True), rtol=1e-4, atol=1e-4)
-        fused = cpu.linear(cpu.act_mul(cpu.array(both), act), w)
-        assert np.array_equal(bits(got.numpy()), bits(fused.numpy()))
-    normed = cpu.rms_norm(cpu.array(x), cpu.array(norm[None]), 1e-5)
-    assert np.allclose(normed.numpy(), reference.rms_norm(x, norm, 1e-5), rtol=1e-5, atol=1e-6)
-    fused = cpu.linear(cpu.array(x), w, norm=cpu.array(norm[None]), eps=1e-5)
-    assert np.array_equal(bits(fused.numpy()), bits(cpu.linear(normed, w).numpy()))
+@pytest.mark.parametrize("n", [1, 2, 9])
+def test_fused_norm(isa: str, n: int) -> None:
+    """The same bits as the norm alone and then the product."""
+    cpu = _cpu.Cpu(2, isa)
+    w, _ = matrix(cpu, GGMLType.Q4_1, 50, 96)
+    x, weight = floats(1, n, 96), floats(2, 96)
+    alone = cpu.rms_norm(cpu.array(x), cpu.array(weight[None]), 1e-5)
+    assert np.allclose(alone.numpy(), reference.rms_norm(x, weight, 1e-5), rtol=1e-5, atol=1e-6)
+    fused = cpu.linear(cpu.array(x), w, norm=cpu.array(weight[None]), eps=1e-5)
+    assert np.array_equal(bits(fused.numpy()), bits(cpu.linear(alone, w).numpy()))
+
+
+@pytest.mark.parametrize("n", [1, 2, 9])
+@pytest.mark.parametrize("act", [SILU_MUL, GELU_MUL])
+def test_fused_activation(isa: str, n: int, act: int) -> None:
+    """The same bits as the activation alone and then the product."""
+    cpu = _cpu.Cpu(2, isa)
+    w, _ = matrix(cpu, GGMLType.Q4_1, 50, 96)
+    x = floats(1, n, 192)
+    alone = cpu.act_mul(cpu.array(x), act)
+    want = (reference.silu if act == SILU_MUL else reference.gelu)(x[:, :96]) * x[:, 96:]
+    assert np.allclose(alone.numpy(), want, rtol=1e-5, atol=1e-6)
+    fused = cpu.linear(cpu.array(x), w, act=act)
+    assert np.array_equal(bits(fused.numpy()), bits(cpu.linear(alone, w).numpy()))
 
 
 @pytest.mark.parametrize("act", [SILU_MUL, GELU_MUL])
@@ -267,7 +287,9 @@ def test_unusual_activations(isa: str, n: int) -> None:
     x = np.random.default_rng(9).standard_normal(96).astype(np.float32)
     for factor in (1e30, 1e-28):
         big = x * np.float32(factor)
-        close(run(big), np.repeat(reference.linear(big[None], values), n, 0), big[None], values, 2e-6)
+        close(
+            run(big), np.repeat(reference.linear(big[None], values), n, 0), big[None], values, 2e-6
+        )
     assert np.abs(run(x * np.float32(1e-40))).max() < 1e-30
     for bad in (np.nan, np.inf, -np.inf):
         y = x.copy()
@@ -303,7 +325,7 @@ def test_bad_arguments_are_refused() -> None:
             cpu.pack(parts)
     w = cpu.pack([(2, 2, 32, data)])
     x = cpu.empty(3, 32)
-    for call, message in [
+    calls: list[tuple[Callable[[], object], str]] = [
         (lambda: cpu.linear(cpu.empty(3, 31), w), "32 columns"),
         (lambda: cpu.linear(x, w, act=1), "64 columns"),
         (lambda: cpu.linear(x, w, act=3), "act"),
@@ -315,7 +337,8 @@ def test_bad_arguments_are_refused() -> None:
         (lambda: cpu.embed(w, np.array([-1], np.int32)), "id -1"),
         (lambda: cpu.rms_norm(x, cpu.empty(1, 3), 0.0), "weight"),
         (lambda: cpu.act_mul(cpu.empty(1, 3), 1), "gate"),
-    ]:
+    ]
+    for call, message in calls:
         with pytest.raises(ValueError, match=message):
             call()
     if cpu.isa != "portable":

@@ -2,192 +2,29 @@
 #include "attention.h"
 
 #include "kv.h"
-#include "kv_read.h"
+#include "prepare.h"
+#include "products.h"
 #include "simd.h"
 
 namespace quire::QUIRE_ISA {
 namespace {
 
-constexpr int ROWS = 6;          // query rows that are computed together
-constexpr int STAGE_ROWS = 8;    // from here on converting keys and values once pays for all rows
+// Types from here on cost more to read than to convert once, when it takes several passes over them.
+#if defined(QUIRE_PORTABLE)
+constexpr KvType COSTLY = KvType::f16;
+#else
+constexpr KvType COSTLY = KvType::q8_0;
+#endif
 constexpr float MINUS_INFINITY = -__builtin_inff();
-
-// ---- one head's vector: norm and rotation ----
-
-inline void rms_norm(float* x, const float* weight, int n, float eps) {
-    vf squares = zero();
-    float sum = 0.0f;
-    int d = 0;
-    for (; d + LANES <= n; d += LANES) squares = fma(load(x + d), load(x + d), squares);
-    for (; d < n; d++) sum += x[d] * x[d];
-    sum += reduce_add(squares);
-    const float scale = 1.0f / __builtin_sqrtf(sum / float(n) + eps);
-    for (d = 0; d < n; d++) x[d] = x[d] * scale * weight[d];
-}
-
-inline void rotate(float* x, const float* cosines, int n_rot, bool neox) {
-    const int half = n_rot / 2;
-    const float* sines = cosines + half;
-    if (!neox) {
-        for (int i = 0; i < half; i++) {
-            const float a = x[2 * i], b = x[2 * i + 1];
-            x[2 * i] = a * cosines[i] - b * sines[i];
-            x[2 * i + 1] = a * sines[i] + b * cosines[i];
-        }
-        return;
-    }
-    for (int i = 0; i < half; i++) {
-        const float a = x[i], b = x[i + half];
-        x[i] = a * cosines[i] - b * sines[i];
-        x[i + half] = a * sines[i] + b * cosines[i];
-    }
-}
-
-inline void prepare_heads(float* x, int heads, int dims, const float* norm, float eps,
-                          const RopeView& rope, int64_t token) {
-    for (int h = 0; h < heads; h++, x += dims) {
-        if (norm) rms_norm(x, norm, dims, eps);
-        if (rope.table) rotate(x, rope.table + token * rope.n_rot, rope.n_rot, rope.neox);
-    }
-}
-
-// Stores tokens [begin, end), head by head: the lines of a block of keys stay in the cache.
-void store_tokens(const AttentionShape& s, const PageView& pages, const float* k, const float* v, int64_t stride,
-                  int64_t begin, int64_t end, int64_t k_offset, int64_t v_offset) {
-    const int64_t k_head = pages.page_tokens * row_bytes(s.type_k, s.dk);
-    const int64_t v_head = pages.page_tokens * row_bytes(s.type_v, s.dv);
-    for (int h = 0; h < s.n_kv_heads; h++)
-        for (int64_t i = begin; i < end; i++) {
-            const int slot = pages.slots[i] % pages.page_tokens;
-            char* page = pages.address + pages.slots[i] / pages.page_tokens * pages.page_bytes;
-            const float *key = k + i * stride + h * s.dk, *value = v + i * stride + h * s.dv;
-            store_key(s.type_k, page + k_offset + h * k_head, s.dk, slot, key, s.dk);
-            store_value(s.type_v, page + v_offset + h * v_head, s.dv, pages.page_tokens, slot, value);
-        }
-}
-
-void prepare(const AttentionShape& s, const PageView& pages, const RopeView& rope, float* q, float* k, float* v,
-             int64_t stride, int64_t begin, int64_t end, int64_t k_offset, int64_t v_offset) {
-    for (int64_t i = begin; i < end; i += BLOCK) {
-        const int64_t stop = i + BLOCK < end ? i + BLOCK : end;
-        for (int64_t t = i; t < stop; t++) {
-            prepare_heads(q + t * stride, s.n_heads, s.dk, s.q_norm, s.eps, rope, t);
-            if (k) prepare_heads(k + t * stride, s.n_kv_heads, s.dk, s.k_norm, s.eps, rope, t);
-        }
-        if (k) store_tokens(s, pages, k, v, stride, i, stop, k_offset, v_offset);
-    }
-}
-
-void rotate_part(const AttentionShape& s, const RopeView& rope, char* part, int page_tokens,
-                 const bool* skip) {
-    float keys[MAX_HEAD_DIM * BLOCK], x[MAX_HEAD_DIM];
-    for (int h = 0; h < s.n_kv_heads; h++, part += page_tokens * row_bytes(s.type_k, s.dk)) {
-        for (int t = 0; t < page_tokens; t++) {
-            if (t % BLOCK == 0) load_keys(s.type_k, part + key_block(s.type_k, s.dk, t), s.dk, keys);
-            if (skip[t]) continue;
-            for (int d = 0; d < s.dk; d++) x[d] = keys[d * BLOCK + t % BLOCK];
-            rotate(x, rope.table + int64_t(t) * rope.n_rot, rope.n_rot, rope.neox);
-            store_key(s.type_k, part, s.dk, t, x, rope.n_rot);
-        }
-    }
-}
-
-// ---- the two products ----
-
-// Scores of R queries with blocks [from, to) of a segment, N vectors of keys at a time.
-template <class T, int R, int N>
-void score(const float* q, int dk, const void* const* blocks, int from, int to, float* s) {
-    constexpr int STEP = N * LANES / BLOCK;
-    for (; from + STEP <= to; from += STEP) {
-        Keys<T> keys[N];
-        vf sum[R][N];
-#pragma GCC unroll 24
-        for (int n = 0; n < N; n++) keys[n].init(blocks[from + n * LANES / BLOCK], n * LANES % BLOCK, dk);
-#pragma GCC unroll 24
-        for (int i = 0; i < R * N; i++) sum[i / N][i % N] = zero();
-        for (int d = 0; d < dk;) {
-#pragma GCC unroll 24
-            for (int n = 0; n < N; n++) keys[n].open(d);
-            const int stop = d + T::GROUP < dk ? d + T::GROUP : dk;
-            for (; d < stop; d++) {
-                vf key[N];
-#pragma GCC unroll 24
-                for (int n = 0; n < N; n++) key[n] = keys[n].at(d);
-#pragma GCC unroll 24
-                for (int r = 0; r < R; r++) {
-                    const vf x = set1(q[r * dk + d]);
-#pragma GCC unroll 24
-                    for (int n = 0; n < N; n++) sum[r][n] = fma(x, key[n], sum[r][n]);
-                }
-            }
-        }
-        float* out = s + from * BLOCK;
-#pragma GCC unroll 24
-        for (int i = 0; i < R * N; i++) store(out + i / N * SEGMENT + i % N * LANES, sum[i / N][i % N]);
-    }
-    if constexpr (STEP > 1)
-        if (from < to) score<T, R, N / 2>(q, dk, blocks, from, to, s);
-}
-
-// Adds the values of keys [from, to) weighted by p to R accumulators, N vectors of dims.
-template <class T, int R, int N>
-void weigh_dims(const float* p, const ValueBlock* blocks, int dims, int offset, int from, int to, float* out,
-                int64_t out_stride) {
-    vf sum[R][N];
-    out += offset;
-#pragma GCC unroll 24
-    for (int i = 0; i < R * N; i++) sum[i / N][i % N] = load(out + i / N * out_stride + i % N * LANES);
-    for (int j = from; j < to;) {
-        const int stop = (j / BLOCK + 1) * BLOCK < to ? (j / BLOCK + 1) * BLOCK : to;
-        Values<T> values(blocks[j / BLOCK], j % BLOCK, dims, offset);
-        for (; j < stop; j++, values.next()) {
-            vf value[N];
-#pragma GCC unroll 24
-            for (int n = 0; n < N; n++) value[n] = values.at(n);
-#pragma GCC unroll 24
-            for (int r = 0; r < R; r++) {
-                const vf x = set1(p[r * SEGMENT + j]);
-#pragma GCC unroll 24
-                for (int n = 0; n < N; n++) sum[r][n] = fma(x, value[n], sum[r][n]);
-            }
-        }
-    }
-#pragma GCC unroll 24
-    for (int i = 0; i < R * N; i++) store(out + i / N * out_stride + i % N * LANES, sum[i / N][i % N]);
-}
-
-template <class T, int R, int N>
-void weigh(const float* p, const ValueBlock* blocks, int dims, int from, int to, float* out, int64_t out_stride) {
-    int d = 0;
-    for (; d + N * LANES <= dims; d += N * LANES) weigh_dims<T, R, N>(p, blocks, dims, d, from, to, out, out_stride);
-    for (; d < dims; d += LANES) weigh_dims<T, R, 1>(p, blocks, dims, d, from, to, out, out_stride);
-}
-
-using Score = void (*)(const float*, int, const void* const*, int, int, float*);
-using Weigh = void (*)(const float*, const ValueBlock*, int, int, int, float*, int64_t);
-
-// For 1 to ROWS rows: enough chains in flight to hide the latency of a multiply-add, in the registers there are.
-constexpr int WIDE = LANES == 16 ? 4 : 2;
-template <class T>
-constexpr Score scores_as[ROWS] = {score<T, 1, 8>,    score<T, 2, 4>,    score<T, 3, WIDE>,
-                                   score<T, 4, WIDE>, score<T, 5, WIDE>, score<T, 6, WIDE>};
-template <class T>
-constexpr Weigh weighs_as[ROWS] = {weigh<T, 1, 4>,    weigh<T, 2, 4>,    weigh<T, 3, WIDE>,
-                                   weigh<T, 4, WIDE>, weigh<T, 5, WIDE>, weigh<T, 6, WIDE>};
-
-constexpr const Score* scores_of[] = {scores_as<ReadF32>, scores_as<ReadF16>, scores_as<ReadBF16>, scores_as<ReadQ8>,
-                                      scores_as<ReadQ4>};
-constexpr const Weigh* weighs_of[] = {weighs_as<ReadF32>, weighs_as<ReadF16>, weighs_as<ReadBF16>, weighs_as<ReadQ8>,
-                                      weighs_as<ReadQ4>};
 
 // ---- the keys and values of one segment ----
 
 struct Segment {
     const void* keys[SEGMENT_BLOCKS];
     ValueBlock values[SEGMENT_BLOCKS];
-    bool stage_keys, stage_values;  // converted to float32 in the scratch
-    int base;      // slot of key 0 (negative before the first page)
-    int from, to;  // keys that the tile sees
+    bool stage_keys, stage_values;
+    int base;                                  // slot of key 0 (negative before the first page)
+    int from, to;                              // keys that the tile sees
     uint16_t seen[TILE_ROWS][SEGMENT_BLOCKS];  // with holes: which of them each token sees
 };
 
@@ -239,8 +76,8 @@ unsigned needed_keys(const AttendJob& job, const Tile& tile, Segment& g, int b) 
     return needed;
 }
 
-// Keys and values are read in place by few rows and converted once for many. Holes are cleared, so
-// that what lies there cannot reach a sum; a page of holes only is not touched.
+// Keys and values are read in place or staged: converted to float32 once. Staging also clears holes,
+// so that what lies there cannot reach a sum; a page of holes only is not touched.
 void open_block(const AttendJob& job, const Tile& tile, int head, const Scratch& c, Segment& g, int b) {
     const AttentionShape& s = *job.shape;
     const PageView& pages = *job.pages;
@@ -267,9 +104,9 @@ void open_block(const AttendJob& job, const Tile& tile, int head, const Scratch&
 
 void open_segment(const AttendJob& job, const Tile& tile, int head, int number, const Scratch& c, Segment& g) {
     const AttentionShape& s = *job.shape;
-    const bool holes = job.pages->slot_positions, many = tile.rows * s.group >= STAGE_ROWS;
-    g.stage_keys = holes || (many && s.type_k != KvType::f32);
-    g.stage_values = holes || (many && s.type_v != KvType::f32) || s.dv != s.dv_padded;
+    const bool holes = job.pages->slot_positions, many = tile.rows * s.group > ROWS;
+    g.stage_keys = holes || (many && s.type_k >= COSTLY);
+    g.stage_values = holes || (many && s.type_v >= COSTLY) || s.dv != s.dv_padded;
     g.base = number * SEGMENT - job.pages->phase[tile.seq];
     g.from = tile.begin > g.base ? tile.begin - g.base : 0;
     g.to = tile.end - g.base < SEGMENT ? tile.end - g.base : SEGMENT;

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "planes.h"
+#include "quantize.h"
 
 namespace quire::QUIRE_ISA {
 
@@ -81,32 +82,15 @@ static inline void add_tile16(const uint8_t* scales, const uint8_t* w, const uin
     }
 }
 
-static inline int32_t sum_of(__m128i q) {  // of 16 int8
-    const __m128i biased = _mm_xor_si128(q, _mm_set1_epi8(char(128)));
-    const __m128i sums = _mm_sad_epu8(biased, _mm_setzero_si128());
-    return _mm_cvtsi128_si32(sums) + _mm_extract_epi16(sums, 4) - 16 * 128;
-}
-
 // Quantises 32 floats into token t's place in a record of T.
 static inline void put_group(const float* x, uint8_t* record, int t, int T) {
-    const vf a = load(x), b = load(x + 16);
-    // Compared as integers a NaN is above all numbers, so it reaches d and then every output.
-    const vi sign = _mm512_set1_epi32(0x7fffffff);
-    const vi top = _mm512_max_epi32(_mm512_and_si512(_mm512_castps_si512(a), sign),
-                                    _mm512_and_si512(_mm512_castps_si512(b), sign));
-    const float amax = _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(_mm512_reduce_max_epi32(top))));
-    const QuantScale s = quant_scale(amax);
-    const __m128i qa = _mm512_cvtsepi32_epi8(to_int(mul(a, set1(s.inverse))));
-    const __m128i qb = _mm512_cvtsepi32_epi8(to_int(mul(b, set1(s.inverse))));
-    _mm_storeu_si128((__m128i*)(record + 32 * t), qa);
-    _mm_storeu_si128((__m128i*)(record + 32 * t + 16), qb);
-    const int32_t low = sum_of(qa), high = sum_of(qb);
+    const QuantizedGroup group = quantize(x, record + 32 * t);
     uint8_t* words = record + 32 * T + 4 * t;
-    put_word(words, s.d);
-    put_word(words + 4 * T, s.d * float(low + high));
-    put_word(words + 8 * T, -128 * (low + high));
-    put_word(words + 12 * T, -128 * low);
-    put_word(words + 16 * T, -128 * high);
+    put_word(words, group.d);
+    put_word(words + 4 * T, group.d * float(group.low + group.high));
+    put_word(words + 8 * T, -128 * (group.low + group.high));
+    put_word(words + 12 * T, -128 * group.low);
+    put_word(words + 16 * T, -128 * group.high);
 }
 
 }  // namespace quire::QUIRE_ISA

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "planes.h"
+#include "quantize.h"
 
 namespace quire::QUIRE_ISA {
 
@@ -201,30 +202,11 @@ static inline void add_tile16(const uint8_t* scales, const uint8_t* w, const uin
 
 // Quantises 32 floats into token t's place in a record of T.
 static inline void put_group(const float* x, uint8_t* record, int t, int T) {
-    // Compared as integers a NaN is above all numbers, so it reaches d and then every output.
-    int32_t top = 0;
-    for (int i = 0; i < 32; i++) {
-        const int32_t magnitude = word_i32((const uint8_t*)(x + i)) & 0x7fffffff;
-        top = magnitude > top ? magnitude : top;
-    }
-    const QuantScale s = quant_scale(word_f32((const uint8_t*)&top));
-    int8_t* q = (int8_t*)record + 32 * t;
-    int32_t sums[2] = {0, 0};
-    const vf inverse = set1(s.inverse);
-    for (int i = 0; i < 32; i += LANES) {
-        const vf scaled = max(min(mul(load(x + i), inverse), set1(127.0f)), set1(-127.0f));
-        const vi rounded = to_int(scaled);
-        int32_t values[LANES];
-        std::memcpy(values, &rounded, sizeof values);
-        for (int j = 0; j < LANES; j++) {
-            q[i + j] = int8_t(values[j]);
-            sums[i / 16] += values[j];
-        }
-    }
+    const QuantizedGroup group = quantize(x, record + 32 * t);
     uint8_t* words = record + 32 * T + 4 * t;
-    put_word(words, s.d);
-    put_word(words + 4 * T, s.d * float(sums[0] + sums[1]));
-    put_word(words + 8 * T, int32_t(uint32_t(-sums[0] & 0xffff) | uint32_t(-sums[1]) << 16));
+    put_word(words, group.d);
+    put_word(words + 4 * T, group.d * float(group.low + group.high));
+    put_word(words + 8 * T, int32_t(uint32_t(-group.low & 0xffff) | uint32_t(-group.high) << 16));
 }
 
 }  // namespace quire::QUIRE_ISA

@@ -19,7 +19,7 @@ namespace quire {
 struct Product {
     Part part;
     const uint8_t* panel;  // of int8 activations, or float32 for dense tiles and exact products
-    int64_t tokens, token_bytes;
+    int64_t token_bytes;
     const float* bias;     // of this part's rows, or null
     float* out;            // column of the part's first row, row 0
     int64_t out_stride;    // floats from one token to the next

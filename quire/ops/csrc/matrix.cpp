@@ -6,6 +6,7 @@ namespace quire {
 namespace {
 
 constexpr int64_t PANEL_BYTES = 384 << 10;  // activations that stay in a core's second cache
+constexpr int64_t CHUNK_BYTES = 32 << 10;   // weights worth handing out when reading them is the work
 
 int64_t blocks_of(const Part& part, int lanes) { return (part.rows + lanes - 1) / lanes; }
 
@@ -32,35 +33,44 @@ const Part& part_of(const Matrix& w, int64_t row) {
     return w.parts[i];
 }
 
-// The activations of a call as the kernels read them; either panel may be absent.
+// The activations of a call as the kernels read them, and room for each thread, in one array.
 struct Panels {
-    Array quantized, floats;
-    int64_t quantized_bytes, float_bytes;  // of one token
+    Array memory;
+    int64_t quantized_bytes, float_bytes;  // of one token; 0 for a panel that no part needs
+    uint8_t *quantized, *floats;
+    float* rooms;
+    int64_t room;  // floats of one thread
 };
 
-Panels make_panels(Cpu& cpu, const Array& x, const Matrix& w, const Linear& options) {
+Panels take_panels(Cpu& cpu, const Matrix& w, int64_t n) {
     const MatmulKernels& kernels = matmul_kernels(cpu.isa);
-    const int64_t n = x.rows, cols = w.cols;
     bool quantized = false, floats = false;
     for (const Part& part : w.parts) (is_dense(part.tile) || cpu.exact ? floats : quantized) = true;
-    const int64_t qbytes = quantized ? kernels.quantized_bytes(cols) : 0;
-    const int64_t fbytes = floats ? kernels.float_bytes(cols) : 0;
-    Panels panels{cpu.array(1, n * qbytes / 4), cpu.array(1, n * fbytes / 4), qbytes, fbytes};
-    Array rows = cpu.array(cpu.pool.size(), cols);
+    const int64_t qbytes = quantized ? kernels.quantized_bytes(w.cols) : 0;
+    const int64_t fbytes = floats ? kernels.float_bytes(w.cols) : 0;
+    const int64_t room = w.cols * (cpu.exact ? kernels.lanes : 1);
+    Array memory = cpu.array(1, n * (qbytes + fbytes) / 4 + cpu.pool.size() * room);
+    uint8_t* at = reinterpret_cast<uint8_t*>(memory.data);
+    return {std::move(memory), qbytes, fbytes, at, at + n * qbytes,
+            reinterpret_cast<float*>(at + n * (qbytes + fbytes)), room};
+}
 
-    auto put = [&](int64_t begin, int64_t end, int thread) {
+void fill_panels(Cpu& cpu, const Array& x, int64_t cols, const Linear& options, const Panels& panels) {
+    const MatmulKernels& kernels = matmul_kernels(cpu.isa);
+    const int64_t n = x.rows;
+    auto fill = [&](int64_t begin, int64_t end, int thread) {
+        float* room = panels.rooms + thread * panels.room;
         for (int64_t t = begin; t < end; t++) {
             const float* row = x.row(t);
-            if (options.norm) kernels.rms_norm(row, options.norm, options.eps, cols, rows.row(thread));
-            if (options.act != Act::none) kernels.act_mul(row, options.act, cols, rows.row(thread));
-            if (options.norm || options.act != Act::none) row = rows.row(thread);
-            if (quantized) kernels.put_quantized(row, cols, (uint8_t*)panels.quantized.data, t, n);
-            if (floats) kernels.put_float(row, cols, (uint8_t*)panels.floats.data, t, n);
+            if (options.norm) kernels.rms_norm(row, options.norm, options.eps, cols, room);
+            if (options.act != Act::none) kernels.act_mul(row, options.act, cols, room);
+            if (options.norm || options.act != Act::none) row = room;
+            if (panels.quantized_bytes) kernels.put_quantized(row, cols, panels.quantized, t, n);
+            if (panels.float_bytes) kernels.put_float(row, cols, panels.floats, t, n);
         }
     };
-    if (n <= 2) put(0, n, 0);  // waking a thread takes longer
-    else cpu.pool.parallel(n, std::max<int64_t>(1, n / (8 * cpu.pool.size())), put);
-    return panels;
+    if (n <= 2) fill(0, n, 0);  // waking a thread takes longer
+    else cpu.pool.parallel(n, std::max<int64_t>(1, n / (8 * cpu.pool.size())), fill);
 }
 
 }  // namespace
@@ -129,37 +139,37 @@ void embed(Cpu& cpu, const Matrix& w, const int32_t* ids, int64_t n, float scale
 
 void linear(Cpu& cpu, const Array& x, const Matrix& w, const Linear& options, Array& out) {
     const MatmulKernels& kernels = matmul_kernels(cpu.isa);
-    const int64_t n = x.rows, cols = w.cols, blocks = blocks_of(w, kernels.lanes);
+    const int64_t n = x.rows, blocks = blocks_of(w, kernels.lanes);
     if (n == 0) return;
-    const Panels panels = make_panels(cpu, x, w, options);
-    Array scratch = cpu.array(cpu.exact ? cpu.pool.size() : 0, cols * kernels.lanes);
+    const Panels panels = take_panels(cpu, w, n);
+    fill_panels(cpu, x, w.cols, options, panels);
+
+    auto multiply = [&](const Part& part, int64_t block, int64_t last, int64_t token, int64_t end, int thread) {
+        const bool floats = is_dense(part.tile) || cpu.exact;
+        const Product product{part,
+                              floats ? panels.floats : panels.quantized,
+                              floats ? panels.float_bytes : panels.quantized_bytes,
+                              options.bias ? options.bias + part.first_row : nullptr,
+                              out.data + part.first_row,
+                              out.cols,
+                              options.add};
+        if (floats && !is_dense(part.tile))
+            kernels.multiply_exact(product, block, last, token, end, panels.rooms + thread * panels.room);
+        else kernels.multiply(product, block, last, token, end);
+    };
 
     const int64_t step = kernels.token_step, token_bytes = std::max(panels.quantized_bytes, panels.float_bytes);
     const int64_t strip = std::max(step, PANEL_BYTES / token_bytes / step * step);  // tokens at a time
     const int64_t strips = (n + strip - 1) / strip;
-    const int64_t chunk = std::max<int64_t>(1, std::min(blocks, strips * blocks / (8 * cpu.pool.size())));
-
-    auto multiply = [&](int64_t strip_index, int64_t begin, int64_t end, int thread) {
-        const int64_t token = strip_index * strip, token_end = std::min(n, token + strip);
-        for_blocks(w, kernels.lanes, begin, end, [&](const Part& part, int64_t block, int64_t last) {
-            const bool floats = is_dense(part.tile) || cpu.exact;
-            const Product product{part,
-                                  (const uint8_t*)(floats ? panels.floats : panels.quantized).data,
-                                  n,
-                                  floats ? panels.float_bytes : panels.quantized_bytes,
-                                  options.bias ? options.bias + part.first_row : nullptr,
-                                  out.data + part.first_row,
-                                  out.cols,
-                                  options.add};
-            if (floats && !is_dense(part.tile))
-                kernels.multiply_exact(product, block, last, token, token_end, scratch.row(thread));
-            else kernels.multiply(product, block, last, token, token_end);
-        });
-    };
-    cpu.pool.parallel(strips * blocks, chunk, [&](int64_t begin, int64_t end, int thread) {
+    const int64_t fair = strips * blocks / (16 * cpu.pool.size());
+    const int64_t least = n < step ? CHUNK_BYTES / w.parts[0].stride : 1;
+    cpu.pool.parallel(strips * blocks, std::max<int64_t>({1, fair, least}), [&](int64_t begin, int64_t end, int thread) {
         while (begin < end) {  // all row blocks of one strip of tokens, then the next strip
-            const int64_t i = begin / blocks, last = std::min(end, (i + 1) * blocks);
-            multiply(i, begin - i * blocks, last - i * blocks, thread);
+            const int64_t i = begin / blocks, token = i * strip, last = std::min(end, (i + 1) * blocks);
+            for_blocks(w, kernels.lanes, begin - i * blocks, last - i * blocks,
+                       [&](const Part& part, int64_t from, int64_t to) {
+                           multiply(part, from, to, token, std::min(n, token + strip), thread);
+                       });
             begin = last;
         }
     });

@@ -27,14 +27,14 @@ struct Place {
     int lanes, row;
     int planes;  // bytes before the weights
 
-    [[gnu::always_inline]] void byte(int at, uint8_t value) const { tile[at * lanes + row] = value; }
-    [[gnu::always_inline]] void half(int at, const uint8_t* value) const { std::memcpy(tile + at * lanes + 2 * row, value, 2); }
-    [[gnu::always_inline]] void plane(int n, uint32_t value) const { std::memcpy(tile + planes + (n * lanes + row) * 4, &value, 4); }
+    void byte(int at, uint8_t value) const { tile[at * lanes + row] = value; }
+    void half(int at, const uint8_t* value) const { std::memcpy(tile + at * lanes + 2 * row, value, 2); }
+    void plane(int n, uint32_t value) const { std::memcpy(tile + planes + (n * lanes + row) * 4, &value, 4); }
 };
 
 // 32 weights, eight to a word in the order of the columns, into the planes of tiles.h.
 template <int BITS>
-[[gnu::always_inline]] inline void put_weights(const uint64_t (&q)[4], const Place& to) {
+inline void put_weights(const uint64_t (&q)[4], const Place& to) {
     constexpr int low = BITS >= 4 ? 4 : 0;
     int next = 0;
     if constexpr (BITS >= 4)
@@ -56,7 +56,7 @@ template <int BITS>
 }
 
 // Sixteen bytes whose low nibbles are columns 0…15 and whose high ones are 16…31.
-[[gnu::always_inline]] inline void put_nibbles(const uint8_t* qs, const Place& to) {
+inline void put_nibbles(const uint8_t* qs, const Place& to) {
     for (int v = 0; v < 4; v++) to.plane(v, word(qs + 4 * v));
 }
 

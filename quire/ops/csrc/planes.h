@@ -24,7 +24,6 @@ static inline vi byte_of(vi a, int j) {
 }
 static inline vi minus(vi a, int b) { return _mm512_sub_epi32(a, _mm512_set1_epi32(b)); }
 
-
 #elif defined(QUIRE_AVX2)
 
 constexpr bool LIFTS = false;
@@ -42,7 +41,6 @@ static inline vi byte_of(vi a, int j) {
     return _mm256_and_si256(_mm256_srli_epi32(a, 8 * j), _mm256_set1_epi32(255));
 }
 static inline vi minus(vi a, int b) { return _mm256_sub_epi32(a, _mm256_set1_epi32(b)); }
-
 
 #else
 

@@ -68,21 +68,22 @@ class Sampler {
     }
 
     void observe(Ints ids) {
-        for (size_t i = 0; i < ids.shape(0); i++) {
-            const int32_t id = ids.data()[i];
-            need(id >= 0, "Sampler: there is no token ", id, " to observe");
-            const auto [found, added] = place_.try_emplace(id, seen_.size());
-            if (added) seen_.push_back({id, 0});
-            seen_[found->second].count++;
-        }
+        for (size_t i = 0; i < ids.shape(0); i++) seen(ids.data()[i]).count++;
+    }
+
+    // A prompt's tokens are repeated when they come again, but were not said by the model: the
+    // repetition penalty knows them, presence and frequency do not.
+    void observe_prompt(Ints ids) {
+        for (size_t i = 0; i < ids.shape(0); i++) seen(ids.data()[i]).prompt = true;
     }
 
     void unobserve(Ints ids) {
         for (size_t i = 0; i < ids.shape(0); i++) {
             const auto found = place_.find(ids.data()[i]);
-            need(found != place_.end(), "Sampler: token ", ids.data()[i], " was not observed");
+            need(found != place_.end() && seen_[found->second].count > 0,
+                 "Sampler: token " + std::to_string(ids.data()[i]) + " was not observed");
             const size_t at = found->second;
-            if (--seen_[at].count > 0) continue;
+            if (--seen_[at].count > 0 || seen_[at].prompt) continue;
             place_[seen_.back().id] = at;
             seen_[at] = seen_.back();
             seen_.pop_back();
@@ -103,7 +104,7 @@ class Sampler {
             if (s.id >= vocab) return false;
             float& v = x[s.id];
             v = v > 0 ? v / repetition_ : v * repetition_;
-            v -= frequency_ * float(s.count) + presence_;
+            if (s.count > 0) v -= frequency_ * float(s.count) + presence_;
         }
         return true;
     }
@@ -117,7 +118,14 @@ class Sampler {
     };
     struct Seen {
         int32_t id, count;
+        bool prompt;
     };
+    Seen& seen(int32_t id) {
+        need(id >= 0, "Sampler: token " + std::to_string(id) + " cannot be observed");
+        const auto [found, added] = place_.try_emplace(id, seen_.size());
+        if (added) seen_.push_back({id, 0, false});
+        return seen_[found->second];
+    }
     bool penalises() const { return repetition_ != 1 || presence_ != 0 || frequency_ != 0; }
 
     float repetition_, presence_, frequency_;
@@ -130,7 +138,8 @@ class Sampler {
 
 class Scratch {
   public:
-    Scratch(Cpu& cpu, int64_t vocab) : step_((vocab + 64 + 15) / 16 * 16), array_(cpu.array(cpu.pool.size(), 6 * step_)) {}
+    Scratch(Cpu& cpu, int64_t vocab)
+        : step_((vocab + 64 + 15) / 16 * 16), array_(cpu.array(cpu.pool.size(), 6 * step_)) {}
     SamplingScratch of(int thread) {
         float* p = array_.row(thread);
         auto ids = [&](int i) { return reinterpret_cast<int32_t*>(p + i * step_); };
@@ -291,11 +300,13 @@ nb::tuple logprobs(Cpu& cpu, const Array& logits, Ints ids, int64_t top) {
 
 void bind_sampling(nb::module_& m) {
     nb::class_<Sampler>(m, "Sampler", "What one sequence wants of its samples, and the tokens it has seen.")
-        .def(nb::init<float, int64_t, double, double, float, float, float, std::optional<Ints>, std::optional<Floats>>(),
+        .def(nb::init<float, int64_t, double, double, float, float, float, std::optional<Ints>,
+                      std::optional<Floats>>(),
              "temperature"_a = 1.0f, "top_k"_a = 0, "top_p"_a = 1.0, "min_p"_a = 0.0, "repetition_penalty"_a = 1.0f,
              "presence_penalty"_a = 0.0f, "frequency_penalty"_a = 0.0f, "bias_ids"_a.none() = nb::none(),
              "bias_values"_a.none() = nb::none())
         .def("observe", &Sampler::observe, "ids"_a, "Counts tokens for the penalties.")
+        .def("observe_prompt", &Sampler::observe_prompt, "ids"_a, "Notes tokens for the repetition penalty alone.")
         .def("unobserve", &Sampler::unobserve, "ids"_a, "Takes back what was observed.");
     nb::borrow<nb::class_<Cpu>>(m.attr("Cpu"))
         .def("sample", &sample, "logits"_a, "rows"_a, "samplers"_a, "uniforms"_a, "masks"_a.none() = nb::none(),

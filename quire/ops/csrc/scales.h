@@ -1,4 +1,4 @@
-// What the kernels of every instruction set share: a tile's scales as floats, and those of activations.
+// What the kernels of every instruction set share: words of a panel, and a tile's scales as floats.
 #pragma once
 
 #include "simd.h"
@@ -66,17 +66,6 @@ static inline vf half_min(const uint8_t* scales, int half, vf dmin) {
     if constexpr (!has_halves<F>) return tile_min<F>(scales, dmin);
     else if constexpr (has_min<F>) return negate(mul(dmin, high_nibbles(load_u8(scales + half * LANES))));
     else return zero();
-}
-
-// The scale of 32 activations whose largest magnitude is amax. Groups too small to have an inverse
-// count as zero; infinities and NaN stay in d and reach every output they touch.
-struct QuantScale {
-    float d, inverse;
-};
-static inline QuantScale quant_scale(float amax) {
-    if (amax < 1e-30f) return {0.0f, 0.0f};
-    const float d = amax / 127.0f;
-    return {d, 1.0f / d};
 }
 
 }  // namespace quire::QUIRE_ISA
