@@ -6,12 +6,13 @@ from typing import Any
 
 from quire.memory.budget import Budget
 from quire.memory.interface import Memory
+from quire.ops import Ops
 
 
 class MemoryReport:
     """A look at memory as it is now; prints as a table."""
 
-    def __init__(self, memory: Memory, budget: Budget, ops: Any) -> None:
+    def __init__(self, memory: Memory, budget: Budget, ops: Ops) -> None:
         self._memory = memory
         self._budget = budget
         self._ops = ops
@@ -21,7 +22,7 @@ class MemoryReport:
         return {
             "budget_bytes": self._budget.limit,
             "used_bytes": self._budget.used,
-            "compute_bytes": self._ops.cpu.arena_bytes,
+            "compute_bytes": self._ops.compute_bytes,
             "breakdown": self._budget.breakdown,
             "stats": self._memory.stats(),
         }

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from quire.engine.constrain import Constrainer
 from quire.engine.runner import Runner
-from quire.engine.sampling import Accepted, choose, make_sampler, verify
+from quire.engine.sampling import choose, make_sampler, verify
 from quire.engine.scheduler import Scheduler
-from quire.engine.sequence import Generation, Sequence
+from quire.engine.sequence import Accepted, Generation, Sequence
 from quire.errors import ContextError, RequestError
 from quire.memory.interface import Memory, SeqTokens
 from quire.types import Request, StepOutput
@@ -101,7 +101,7 @@ class Engine:
             self.truncate(sequence, len(sequence.tokens) - 1)
             sequence.tokens.append(last)
         self._activate(sequence)
-        if sequence.pending > 0:
+        if sequence.pending > 0 or sequence.logits is None:
             return []
         first = Accepted(sequence, 0)
         choose([first], self.ops.array(sequence.logits), self.ops)

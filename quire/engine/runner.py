@@ -9,14 +9,14 @@ import numpy as np
 from quire.engine.scheduler import Plan
 from quire.memory.interface import Lease
 from quire.models.registry import Model
-from quire.ops import Array
+from quire.ops import Array, Ops
 from quire.ops.batch import Batch, GroupPages
 
 
 class Runner:
     """A model on one device."""
 
-    def __init__(self, model: Model, ops: Any) -> None:
+    def __init__(self, model: Model, ops: Ops) -> None:
         self.model = model
         self.ops = ops
 

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from quire.engine.scheduler import Plan
 from quire.engine.sequence import Accepted, Generation, Sequence
 from quire.errors import QuireError
-from quire.ops import Array
+from quire.ops import Array, Ops
 from quire.types import Sampling, TokenLogprob
 
 
-def make_sampler(ops: Any, sampling: Sampling) -> Any:
+def make_sampler(ops: Ops, sampling: Sampling) -> Any:
     """The device's sampler for these settings."""
     bias = sampling.logit_bias
     return ops.sampler(
@@ -25,14 +25,14 @@ def make_sampler(ops: Any, sampling: Sampling) -> Any:
     )  # fmt: skip
 
 
-def verify(plan: Plan, logits: Array, ops: Any) -> list[Accepted]:
+def verify(plan: Plan, logits: Array, ops: Ops) -> list[Accepted]:
     """Chooses each ending sequence's next token; plain sampling is a draft of length zero."""
     accepted = [Accepted(e.sequence, e.count) for e in plan.entries]
     choose([a for a, e in zip(accepted, plan.entries, strict=True) if e.ends], logits, ops)
     return accepted
 
 
-def choose(rows: list[Accepted], logits: Array, ops: Any) -> None:
+def choose(rows: list[Accepted], logits: Array, ops: Ops) -> None:
     """Fills in what follows; row i of the logits belongs to entry i."""
     for i, entry in enumerate(rows):
         if entry.sequence.generation is None:
@@ -74,7 +74,7 @@ def _masks(rows: list[Accepted], n_vocab: int) -> NDArray[np.uint32] | None:
     return masks
 
 
-def _logprob(ops: Any, logits: Array, row: int, token: int, top: int) -> TokenLogprob:
+def _logprob(ops: Ops, logits: Array, row: int, token: int, top: int) -> TokenLogprob:
     one = ops.take_rows(logits, np.array([row], np.int32))
     chosen, ids, values = ops.logprobs(one, np.array([token], np.int32), top)
     pairs = tuple(zip(ids[0].tolist(), values[0].tolist(), strict=True))

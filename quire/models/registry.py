@@ -52,7 +52,7 @@ def load_model(
     file: GGUF, ops: Ops, type_k: str, type_v: str, progress: ProgressFn | None = None
 ) -> Model:
     """Builds twice: first to check every tensor, so that all faults are told at once."""
-    module: Architecture = importlib.import_module(  # type: ignore[assignment]
+    module: Architecture = importlib.import_module(
         f"quire.models.{_MODULES[architecture_of(file)]}"
     )
     check = TensorCheck(file)

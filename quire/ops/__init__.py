@@ -52,15 +52,6 @@ class Heads:
     softcap: float = 0.0
 
 
-@dataclass(frozen=True)
-class LayerCache:
-    """Where one layer's K and V lie in the pages of this step."""
-
-    pages: Pages
-    k_offset: int
-    v_offset: int
-
-
 class Ops(Protocol):
     """What a device can do."""
 
@@ -74,23 +65,35 @@ class Ops(Protocol):
     def vector(self, values: NDArray[np.float32]) -> Array:
         """A one-row array from host values."""
 
+    def array(self, values: NDArray[np.float32]) -> Array:
+        """An array from host values: a matrix, or one row."""
+
     def numpy(self, x: Array) -> NDArray[np.float32]:
         """The array's values on the host, valid while it lives."""
+
+    def rope(self, rope: Rope) -> Any:
+        """The handle of a rotary embedding."""
+
+    def heads(
+        self, heads: Heads, type_k: str, type_v: str, q_norm: Array, k_norm: Array, eps: float
+    ) -> Any:
+        """The handle of a layer's attention; the norms are per head and may be None."""
+
+    def pages(self, view: Any, positions: NDArray[np.int32], seq_rows: NDArray[np.int32]) -> Pages:
+        """One group's pages as the kernels of a step see them."""
 
     def embed(self, table: Matrix, ids: NDArray[np.int32]) -> Array:
         """Rows of a matrix by id."""
 
     def linear(
-        self,
-        x: Array,
-        w: Matrix,
-        norm: Array | None = None,
-        eps: float = 0.0,
-        act: int = 0,
-        bias: Array | None = None,
-        into: Array | None = None,
-    ) -> Array:
-        """w · prologue(x) + bias; added to `into` and returned when that is given."""
+        self, x: Array, w: Matrix, norm: Array | None = None, eps: float = 0.0, act: int = 0,
+        bias: Array | None = None, into: Array | None = None, fine: bool = False,
+    ) -> Array:  # fmt: skip
+        """w · prologue(x) + bias; added to `into` and returned when that is given.
+
+        `fine` keeps 16 bits of each activation instead of 8: for the one product whose error
+        nothing after it evens out.
+        """
 
     def take_rows(self, x: Array, rows: NDArray[np.int32]) -> Array:
         """Some rows of x."""
@@ -102,3 +105,21 @@ class Ops(Protocol):
         self, qkv: Array, heads: Any, pages: Pages, rope: Array, k_offset: int, v_offset: int
     ) -> Array:
         """Rotates q and k, stores k and v in their pages and attends; qkv is used up."""
+
+    def sampler(self, *settings: Any) -> Any:
+        """A sampler for one generation; it counts the tokens that penalties are about."""
+
+    def sample(
+        self, logits: Array, rows: NDArray[np.int32], samplers: list[Any],
+        uniforms: NDArray[np.float64], masks: NDArray[np.uint32] | None = None,
+    ) -> NDArray[np.int32]:  # fmt: skip
+        """A token for each of these rows, by its sampler and its random number."""
+
+    def logprobs(
+        self, logits: Array, ids: NDArray[np.int32], top: int
+    ) -> tuple[NDArray[np.float32], NDArray[np.int32], NDArray[np.float32]]:
+        """Log-probabilities of ids, and the likeliest tokens with theirs, row by row."""
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes held for arrays."""

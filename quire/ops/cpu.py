@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.ops import Array, Heads, Matrix, Pages, Part, Rope, _cpu
+import quire.ops._cpu as _cpu
+from quire.ops import Array, Heads, Matrix, Pages, Part, Rope
 
 
 class CpuOps:
@@ -20,19 +21,23 @@ class CpuOps:
 
     def __init__(self, threads: int, exact: bool = False, isa: str = "auto") -> None:
         self.cpu = cpu = _cpu.Cpu(threads, isa, exact)
-        self.embed = cpu.embed
-        self.linear = cpu.linear
-        self.take_rows = cpu.take_rows
-        self.rope_table = cpu.rope_table
-        self.attention = cpu.attention
-        self.sample = cpu.sample
-        self.argmax = cpu.argmax
-        self.logprobs = cpu.logprobs
+        self.embed: Any = cpu.embed
+        self.linear: Any = cpu.linear
+        self.take_rows: Any = cpu.take_rows
+        self.rope_table: Any = cpu.rope_table
+        self.attention: Any = cpu.attention
+        self.sample: Any = cpu.sample
+        self.logprobs: Any = cpu.logprobs
 
     @property
     def name(self) -> str:
         """The device and its instruction set, for people."""
         return f"cpu ({self.cpu.isa}, {self.cpu.threads} threads)"
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes held for arrays."""
+        return int(self.cpu.arena_bytes)
 
     def pack(self, parts: Sequence[Part]) -> Matrix:
         """One matrix from parts stacked along rows, in the tiles of this instruction set."""

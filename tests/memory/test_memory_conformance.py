@@ -381,6 +381,17 @@ def test_parts_of_the_same_page_come_together_again(memory: AttentionMemory) -> 
     assert empty(memory)
 
 
+def test_parts_come_together_before_they_are_rotated(memory: AttentionMemory) -> None:
+    append(memory, 0, 1, 2, 3, 4)
+    memory.seq_cp(0, 1, 0, 2)
+    memory.seq_add(0, 2, -1, 5)
+    memory.seq_cp(0, 1, 7, -1)
+    expected = [(1, 0), (2, 1), (3, 7), (4, 8)]
+    assert history(memory, memory.table(1)) == expected
+    memory.init_update().apply()
+    assert history(memory, memory.table(0)) == history(memory, memory.table(1)) == expected
+
+
 def test_a_token_cannot_be_in_one_slot_at_two_positions(memory: AttentionMemory) -> None:
     append(memory, 0, 1, 2, 3)
     memory.seq_cp(0, 1)
