@@ -163,7 +163,8 @@ void linear(Cpu& cpu, const Array& x, const Matrix& w, const Linear& options, Ar
     const int64_t strips = (n + strip - 1) / strip;
     const int64_t fair = strips * blocks / (16 * cpu.pool.size());
     const int64_t least = n < step ? CHUNK_BYTES / w.parts[0].stride : 1;
-    cpu.pool.parallel(strips * blocks, std::max<int64_t>({1, fair, least}), [&](int64_t begin, int64_t end, int thread) {
+    const int64_t chunk = std::max<int64_t>({1, fair, least});
+    cpu.pool.parallel(strips * blocks, chunk, [&](int64_t begin, int64_t end, int thread) {
         while (begin < end) {  // all row blocks of one strip of tokens, then the next strip
             const int64_t i = begin / blocks, token = i * strip, last = std::min(end, (i + 1) * blocks);
             for_blocks(w, kernels.lanes, begin - i * blocks, last - i * blocks,

@@ -5,10 +5,11 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <stdexcept>
+#include <ostream>
 #include <string>
 
 #include "bind.h"
+#include "check.h"
 #include "matrix.h"
 
 namespace nb = nanobind;
@@ -21,43 +22,40 @@ using Bytes = nb::ndarray<const uint8_t, nb::c_contig, nb::device::cpu>;
 using Ids = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using PartTuple = std::tuple<int, int64_t, int64_t, Bytes>;
 
-void check(bool holds, const std::string& message) {
-    if (!holds) throw std::invalid_argument(message);
-}
-
-std::string shape(int64_t rows, int64_t cols) {
-    return "[" + std::to_string(rows) + ", " + std::to_string(cols) + "]";
-}
+// For messages.
+struct Shape {
+    int64_t rows, cols;
+};
+std::ostream& operator<<(std::ostream& out, Shape s) { return out << '[' << s.rows << ", " << s.cols << ']'; }
+Shape shape(const Array& a) { return {a.rows, a.cols}; }
 
 const FileFormat& format_of(int type) {
     const FileFormat* format = file_format(type);
-    check(format, "ggml type " + std::to_string(type) + " is not supported");
+    need(format, "ggml type ", type, " is not supported");
     return *format;
 }
 
 // Bytes of the part in its file.
 int64_t file_bytes(const FileFormat& format, int64_t rows, int64_t cols) {
-    check(rows > 0 && cols > 0, "a matrix of shape " + shape(rows, cols) + " is empty");
-    check(cols % format.block == 0, std::to_string(cols) + " columns are not a multiple of " + format.name +
-                                        "'s block of " + std::to_string(format.block));
+    need(rows > 0 && cols > 0, "a matrix of shape ", Shape{rows, cols}, " is empty");
+    need(cols % format.block == 0, cols, " columns are not a multiple of ", format.name, "'s block of ", format.block);
     int64_t bytes;
-    check(!__builtin_mul_overflow(cols / format.block, int64_t(format.bytes), &bytes) &&
-              !__builtin_mul_overflow(bytes, rows, &bytes) && bytes < int64_t(1) << 46,
-          "a matrix of shape " + shape(rows, cols) + " is too large");
+    const bool fits = !__builtin_mul_overflow(cols / format.block, int64_t(format.bytes), &bytes) &&
+                      !__builtin_mul_overflow(bytes, rows, &bytes) && bytes < int64_t(1) << 46;
+    need(fits, "a matrix of shape ", Shape{rows, cols}, " is too large");
     return bytes;
 }
 
 Matrix bind_pack(Cpu& cpu, const std::vector<PartTuple>& tuples) {
-    check(!tuples.empty(), "a matrix needs at least one part");
+    need(!tuples.empty(), "a matrix needs at least one part");
+    const int64_t first_cols = std::get<2>(tuples[0]);
     std::vector<FilePart> parts;
     for (const auto& [type, rows, cols, data] : tuples) {
         const FileFormat& format = format_of(type);
         const int64_t bytes = file_bytes(format, rows, cols);
-        check(int64_t(data.nbytes()) == bytes,
-              std::string(format.name) + " of shape " + shape(rows, cols) + " takes " + std::to_string(bytes) +
-                  " bytes, not " + std::to_string(data.nbytes()));
-        check(cols == std::get<2>(tuples[0]), "parts of " + std::to_string(std::get<2>(tuples[0])) + " and " +
-                                                  std::to_string(cols) + " columns cannot be stacked");
+        need(int64_t(data.nbytes()) == bytes, format.name, " of shape ", Shape{rows, cols}, " takes ", bytes,
+             " bytes, not ", data.nbytes());
+        need(cols == first_cols, "parts of ", first_cols, " and ", cols, " columns cannot be stacked");
         parts.push_back({&format, rows, cols, data.data()});
     }
     nb::gil_scoped_release released;
@@ -65,15 +63,15 @@ Matrix bind_pack(Cpu& cpu, const std::vector<PartTuple>& tuples) {
 }
 
 void check_matrix(const Cpu& cpu, const Matrix& w) {
-    check(w.isa == cpu.isa, std::string("the matrix was packed for ") + isa_name(w.isa) + ", not " + isa_name(cpu.isa));
+    need(w.isa == cpu.isa, "the matrix was packed for ", isa_name(w.isa), ", not ", isa_name(cpu.isa));
 }
 
 Array bind_embed(Cpu& cpu, const Matrix& w, Ids ids, float scale) {
     check_matrix(cpu, w);
     const int64_t n = int64_t(ids.shape(0));
     for (int64_t i = 0; i < n; i++)
-        check(ids.data()[i] >= 0 && ids.data()[i] < w.rows,
-              "id " + std::to_string(ids.data()[i]) + " is outside a matrix of " + std::to_string(w.rows) + " rows");
+        need(ids.data()[i] >= 0 && ids.data()[i] < w.rows, "id ", ids.data()[i], " is outside a matrix of ", w.rows,
+             " rows");
     Array out = cpu.array(n, w.cols);
     nb::gil_scoped_release released;
     embed(cpu, w, ids.data(), n, scale, out.data);
@@ -81,15 +79,14 @@ Array bind_embed(Cpu& cpu, const Matrix& w, Ids ids, float scale) {
 }
 
 Act act_of(int act) {
-    check(act >= 0 && act <= 2, "act must be 0 (none), 1 (silu) or 2 (gelu), not " + std::to_string(act));
+    need(act >= 0 && act <= 2, "act must be 0 (none), 1 (silu) or 2 (gelu), not ", act);
     return Act(act);
 }
 
 // A vector of `length` floats, or null.
 const float* vector(const Array* a, int64_t length, const char* name) {
     if (!a) return nullptr;
-    check(a->rows * a->cols == length, std::string(name) + " of shape " + shape(a->rows, a->cols) + " where " +
-                                           std::to_string(length) + " values are needed");
+    need(a->rows * a->cols == length, name, " of shape ", shape(*a), " where ", length, " values are needed");
     return a->data;
 }
 
@@ -97,10 +94,9 @@ Linear linear_options(const Cpu& cpu, const Array& x, const Matrix& w, const Arr
                       const Array* bias) {
     check_matrix(cpu, w);
     const Act kind = act_of(act);
-    check(!norm || kind == Act::none, "norm and act cannot both be fused into one product");
+    need(!norm || kind == Act::none, "norm and act cannot both be fused into one product");
     const int64_t cols = kind == Act::none ? w.cols : 2 * w.cols;
-    check(x.cols == cols, "x of shape " + shape(x.rows, x.cols) + " where " + std::to_string(cols) +
-                              " columns are needed");
+    need(x.cols == cols, "x of shape ", shape(x), " where ", cols, " columns are needed");
     return {vector(norm, w.cols, "norm"), eps, kind, vector(bias, w.rows, "bias"), false};
 }
 
@@ -116,8 +112,8 @@ nb::object bind_linear(Cpu& cpu, const Array& x, const Matrix& w, const Array* n
         return result;
     }
     Array& out = nb::cast<Array&>(into);
-    check(out.rows == x.rows && out.cols == w.rows, "into of shape " + shape(out.rows, out.cols) + " where " +
-                                                        shape(x.rows, w.rows) + " is needed");
+    need(out.rows == x.rows && out.cols == w.rows, "into of shape ", shape(out), " where ", Shape{x.rows, w.rows},
+         " is needed");
     options.add = true;
     nb::object result = nb::borrow(into);
     nb::gil_scoped_release released;
@@ -134,8 +130,8 @@ Array bind_rms_norm(Cpu& cpu, const Array& x, const Array& weight, float eps) {
 }
 
 Array bind_act_mul(Cpu& cpu, const Array& x, int act) {
-    check(act == 1 || act == 2, "act must be 1 (silu) or 2 (gelu), not " + std::to_string(act));
-    check(x.cols % 2 == 0, "x of shape " + shape(x.rows, x.cols) + " where [gate | up] is needed");
+    need(act == 1 || act == 2, "act must be 1 (silu) or 2 (gelu), not ", act);
+    need(x.cols % 2 == 0, "x of shape ", shape(x), " where [gate | up] is needed");
     Array out = cpu.array(x.rows, x.cols / 2);
     nb::gil_scoped_release released;
     act_mul(cpu, x, Act(act), out);

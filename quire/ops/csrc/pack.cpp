@@ -147,7 +147,8 @@ struct Q3_K {
     static constexpr Tile tile = Tile::q3k;
     static void super(const uint8_t* b, const Place& to) { to.half(0, b + 108); }
     static uint8_t scale(const uint8_t* s, int i) {
-        return uint8_t(((s[i % 8] >> i / 8 * 4 & 15) | (s[8 + i % 4] >> i / 4 * 2 & 3) << 4) - 32);
+        const int low = (s[i % 8] >> i / 8 * 4) & 15, high = (s[8 + i % 4] >> i / 4 * 2) & 3;
+        return uint8_t((low | high << 4) - 32);
     }
     static void group(const uint8_t* b, int g, const Place& to) {
         to.byte(0, scale(b + 96, 2 * g));
@@ -208,7 +209,7 @@ struct IQ4_XS {
     static constexpr Tile tile = Tile::q4tk;
     static void super(const uint8_t* b, const Place& to) { to.half(0, b); }
     static void group(const uint8_t* b, int g, const Place& to) {
-        const int low = b[4 + g / 2] >> g % 2 * 4 & 15, high = (b[2] | b[3] << 8) >> 2 * g & 3;
+        const int low = (b[4 + g / 2] >> g % 2 * 4) & 15, high = ((b[2] | b[3] << 8) >> 2 * g) & 3;
         to.byte(0, uint8_t((low | high << 4) - 32));
         put_nibbles(b + 8 + 16 * g, to);
     }

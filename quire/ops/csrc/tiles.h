@@ -26,21 +26,21 @@ enum class Tile : uint8_t { q2k, q3k, q4, q4m, q4t, q4k, q4tk, q5, q5m, q5k, q6k
 
 // What stands beside the weights of one row.
 enum class Scales : uint8_t {
-    none,     // dense
-    half,     // f16 scale per 32
-    half_min, // f16 scale, f16 minimum per 32
-    super,    // f16 d per 256, i8 scale per 32
-    super_min,  // f16 d, dmin per 256; u8 scale, u8 minimum per 32
-    super16,    // f16 d per 256; two i8 scales per 32, one for each 16 columns
-    super16_min // f16 d, dmin per 256; per 32 two bytes of a 4-bit scale and a 4-bit minimum
+    none,         // dense
+    half,         // f16 scale per 32
+    half_min,     // f16 scale, f16 minimum per 32
+    super,        // f16 d per 256; i8 scale per 32
+    super_min,    // f16 d, dmin per 256; u8 scale, u8 minimum per 32
+    super16,      // f16 d per 256; two i8 scales per 32, one for each 16 columns
+    super16_min,  // f16 d, dmin per 256; two bytes per 32, each a 4-bit scale and a 4-bit minimum
 };
 
 struct TileLayout {
     const char* name;
     Scales scales;
-    int bits;   // of one weight
-    int zero;   // the weight that stands for 0
-    bool table; // weights are indices of iq4_values
+    int bits;    // of one weight
+    int zero;    // the weight that stands for 0
+    bool table;  // weights are indices of iq4_values
 };
 
 static constexpr TileLayout tile_layouts[] = {
