@@ -177,4 +177,5 @@ class DenseModel:
             ops.linear(heads, layer.out, into=x)
             gate_up = ops.linear(x, layer.gate_up, layer.ffn_norm, eps)
             ops.linear(gate_up, layer.down, act=SILU_MUL, into=x)
-        return ops.linear(ops.take_rows(x, batch.logit_rows), self.output, self.final_norm, eps)
+        last = ops.take_rows(x, batch.logit_rows)
+        return ops.linear_fine(last, self.output, self.final_norm, eps)

@@ -87,12 +87,14 @@ class Ops(Protocol):
 
     def linear(
         self, x: Array, w: Matrix, norm: Array | None = None, eps: float = 0.0, act: int = 0,
-        bias: Array | None = None, into: Array | None = None, fine: bool = False,
+        bias: Array | None = None, into: Array | None = None,
     ) -> Array:  # fmt: skip
-        """w · prologue(x) + bias; added to `into` and returned when that is given.
+        """w · prologue(x) + bias; added to `into` and returned when that is given."""
 
-        `fine` keeps 16 bits of each activation instead of 8: for the one product whose error
-        nothing after it evens out.
+    def linear_fine(self, x: Array, w: Matrix, norm: Array, eps: float) -> Array:
+        """w · rms_norm(x) with 16 bits of each activation instead of 8.
+
+        For the product that ends a model: nothing after it evens out its error.
         """
 
     def take_rows(self, x: Array, rows: NDArray[np.int32]) -> Array:

@@ -23,6 +23,7 @@ class CpuOps:
         self.cpu = cpu = _cpu.Cpu(threads, isa, exact)
         self.embed: Any = cpu.embed
         self.linear: Any = cpu.linear
+        self.linear_fine: Any = cpu.linear_fine
         self.take_rows: Any = cpu.take_rows
         self.rope_table: Any = cpu.rope_table
         self.attention: Any = cpu.attention

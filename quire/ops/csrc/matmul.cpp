@@ -126,11 +126,11 @@ void block_times_tokens(const Product& p, Tile tile, const uint8_t* w, int64_t a
 }
 
 void multiply(const Product& p, int64_t block, int64_t block_end, int64_t token, int64_t token_end) {
-    if (token_end - token >= 4)  // nobody has fetched the first block
-        for (int64_t i = 0; i < p.part.stride; i += 64) __builtin_prefetch(p.part.blocks + block * p.part.stride + i, 0, 2);
-    for (; block < block_end; block++)
-        block_times_tokens(p, p.part.tile, p.part.blocks + block * p.part.stride,
-                           block + 1 < block_end ? p.part.stride : 0, block, token, token_end);
+    const uint8_t* w = p.part.blocks + block * p.part.stride;
+    if (token_end - token >= 4)  // the first block; the others are fetched while one is multiplied
+        for (int64_t i = 0; i < p.part.stride; i += 64) __builtin_prefetch(w + i, 0, 2);
+    for (; block < block_end; block++, w += p.part.stride)
+        block_times_tokens(p, p.part.tile, w, block + 1 < block_end ? p.part.stride : 0, block, token, token_end);
 }
 
 template <Tile F, int V>

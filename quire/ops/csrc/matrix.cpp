@@ -7,6 +7,7 @@ namespace {
 
 constexpr int64_t PANEL_BYTES = 384 << 10;  // activations that stay in a core's second cache
 constexpr int64_t CHUNK_BYTES = 32 << 10;   // weights worth handing out when reading them is the work
+constexpr int64_t SERIAL = 8 << 10;         // activations that are prepared sooner than a thread joins in
 
 int64_t blocks_of(const Part& part, int lanes) { return (part.rows + lanes - 1) / lanes; }
 
@@ -69,7 +70,7 @@ void fill_panels(Cpu& cpu, const Array& x, int64_t cols, const Linear& options, 
             if (panels.float_bytes) kernels.put_float(row, cols, panels.floats, t, n);
         }
     };
-    if (n <= 2) fill(0, n, 0);  // waking a thread takes longer
+    if (n * cols < SERIAL) fill(0, n, 0);
     else cpu.pool.parallel(n, std::max<int64_t>(1, n / (8 * cpu.pool.size())), fill);
 }
 
@@ -161,10 +162,11 @@ void linear(Cpu& cpu, const Array& x, const Matrix& w, const Linear& options, Ar
     const int64_t step = kernels.token_step, token_bytes = std::max(panels.quantized_bytes, panels.float_bytes);
     const int64_t strip = std::max(step, PANEL_BYTES / token_bytes / step * step);  // tokens at a time
     const int64_t strips = (n + strip - 1) / strip;
-    const int64_t fair = strips * blocks / (16 * cpu.pool.size());
-    const int64_t least = n < step ? CHUNK_BYTES / w.parts[0].stride : 1;
-    const int64_t chunk = std::max<int64_t>({1, fair, least});
-    cpu.pool.parallel(strips * blocks, chunk, [&](int64_t begin, int64_t end, int thread) {
+    const int64_t tasks = strips * blocks, threads = cpu.pool.size();
+    // Neighbouring blocks are fetched while others are computed, so a chunk is some of them.
+    const int64_t least = n < step ? CHUNK_BYTES / w.parts[0].stride : 3;
+    const int64_t chunk = std::max({int64_t(1), tasks / (16 * threads), std::min(least, tasks / threads)});
+    cpu.pool.parallel(tasks, chunk, [&](int64_t begin, int64_t end, int thread) {
         while (begin < end) {  // all row blocks of one strip of tokens, then the next strip
             const int64_t i = begin / blocks, token = i * strip, last = std::min(end, (i + 1) * blocks);
             for_blocks(w, kernels.lanes, begin - i * blocks, last - i * blocks,
