@@ -32,6 +32,11 @@ def differences(llm: quire.LLM, golden: dict[str, Any]) -> list[float]:
     return out
 
 
+def first_difference(a: list[int], b: list[int]) -> int | None:
+    pairs = zip(a, b, strict=False)
+    return next((i for i, (one, two) in enumerate(pairs) if one != two), None)
+
+
 def perplexity(llm: quire.LLM, ids: list[int]) -> float:
     nll: list[float] = []
     for at in range(0, len(ids) - 511, 512):
@@ -52,7 +57,7 @@ def test_exact_mode_is_exact(exact: quire.LLM, golden: dict[str, Any]) -> None:
 def test_exact_greedy_is_the_golden_one(exact: quire.LLM, golden: dict[str, Any]) -> None:
     for prompt in golden["prompts"]:
         got = exact.generate(prompt["token_ids"], max_tokens=64).token_ids
-        first = next((i for i, (a, b) in enumerate(zip(got, prompt["greedy"], strict=False)) if a != b), None)
+        first = first_difference(got, prompt["greedy"])
         assert first is None or prompt["margins"][first] < 0.001, prompt["name"]
         assert first is not None or len(got) == len(prompt["greedy"])
 
@@ -64,8 +69,7 @@ def test_int8_greedy_follows_wherever_the_margin_is_clear(
     for prompt, completion in zip(
         golden["prompts"], llm.generate(prompts, max_tokens=64), strict=True
     ):
-        pairs = zip(completion.token_ids, prompt["greedy"], strict=False)
-        first = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        first = first_difference(completion.token_ids, prompt["greedy"])
         assert first is None or prompt["margins"][first] < NOISE, prompt["name"]
 
 
