@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 
 import pytest
@@ -97,3 +98,9 @@ def test_version() -> None:
 def test_readme_commands_exist() -> None:
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     assert readme.index("make demo") < readme.index("make test") < 2000
+
+
+def test_the_command_line_page_is_what_the_commands_say() -> None:
+    script = Path(__file__).parents[2] / "docs" / "make_cli.py"
+    render = runpy.run_path(str(script))["render"]
+    assert (script.parent / "cli.md").read_text() == render(), "run python docs/make_cli.py"

@@ -47,6 +47,7 @@ void ThreadPool::run(int64_t count, int64_t chunk, Function function, void* cont
         function(context, 0, count, 0);
         return;
     }
+    std::lock_guard turn(turn_);
     function_ = function;
     context_ = context;
     count_ = count;

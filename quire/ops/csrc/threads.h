@@ -8,6 +8,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -24,7 +25,8 @@ class ThreadPool {
 
     int size() const { return int(workers_.size()) + 1; }
 
-    // Calls function over [0, count) in pieces of at most `chunk`; returns when all are done.
+    // Calls function over [0, count) in pieces of at most `chunk`; returns when all are done. Jobs of
+    // several callers take turns.
     void run(int64_t count, int64_t chunk, Function function, void* context);
 
     // The same for a callable `f(begin, end, thread)`.
@@ -42,6 +44,7 @@ class ThreadPool {
     void take_chunks(int thread);
 
     std::vector<std::thread> workers_;
+    std::mutex turn_;
     // The job: written by the caller while the gate is closed, read by those inside.
     Function function_ = nullptr;
     void* context_ = nullptr;
