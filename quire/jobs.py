@@ -22,7 +22,6 @@ class Job:
         self.keep = keep  # whether the sequence lives on when the job is done
         self.request = request
         self.prompt_tokens = len(sequence.tokens) + len(request.tokens)
-        self.computed_tokens = self.prompt_tokens - sequence.computed
         self.finish_reason: FinishReason | None = None
         self.error: QuireError | None = None
         self.token_ids: list[int] = []
@@ -71,12 +70,12 @@ class Job:
             logprobs=self.logprobs if self.request.sampling.logprobs is not None else None,
             finish_reason=self.finish_reason or "cancelled",
             prompt_tokens=self.prompt_tokens,
-            cached_tokens=self.prompt_tokens - self.computed_tokens,
+            cached_tokens=self.sequence.cached,
             timings=Timings(
                 prefill_s=self._first - self._started,
                 decode_s=self._last - self._first,
                 first_token_s=self._first - self._started,
-                prompt_tokens=self.computed_tokens,
+                prompt_tokens=self.prompt_tokens - self.sequence.cached,
                 decoded_tokens=max(len(self.token_ids) - 1, 0),
                 load_s=load_s,
             ),

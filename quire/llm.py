@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Unpack, overload
@@ -15,11 +16,14 @@ from numpy.typing import NDArray
 from quire import config
 from quire.engine.constrain import Constrainer
 from quire.engine.engine import Engine
+from quire.engine.prefix_cache import PrefixCache
 from quire.engine.runner import Runner
+from quire.engine.sequence import Sequence
 from quire.errors import RequestError
 from quire.jobs import Job, JobRunner
 from quire.memory.budget import Budget
 from quire.memory.build import build_memory
+from quire.memory.prefix import PrefixIndex
 from quire.models.loader import ProgressFn
 from quire.models.registry import architecture_of, load_model
 from quire.ops.cpu import CpuOps
@@ -56,7 +60,9 @@ class LLM:
         memory = build_memory(self.model.groups, self.budget, settings)
         constrainer = Constrainer(self.tokenizer)
         end_ids = self.tokenizer.eog_ids
-        self.engine = Engine(Runner(self.model, self.ops), memory, self.n_ctx, constrainer, end_ids)
+        prefix = PrefixCache(PrefixIndex(memory, settings.page_tokens, str(path)), self.budget)
+        runner = Runner(self.model, self.ops)
+        self.engine = Engine(runner, memory, prefix, self.n_ctx, constrainer, end_ids)
         self.jobs = JobRunner(self.engine, end_ids)
         self.load_s = time.perf_counter() - started
 
@@ -76,6 +82,7 @@ class LLM:
     def generate(
         self, prompt: str, sampling: Sampling | None = None, *, speculate: None = None,
         stop: str | Seq[str] = (), constraint: Constraint | None = None,
+        cache_salt: str = "",
         **fields: Unpack[SamplingFields],
     ) -> Completion: ...  # fmt: skip
 
@@ -83,12 +90,14 @@ class LLM:
     def generate(
         self, prompt: Seq[int] | Seq[Prompt], sampling: Sampling | None = None, *,
         speculate: None = None, stop: str | Seq[str] = (), constraint: Constraint | None = None,
+        cache_salt: str = "",
         **fields: Unpack[SamplingFields],
     ) -> Any: ...  # fmt: skip
 
     def generate(
         self, prompt: Prompt | Seq[Prompt], sampling: Sampling | None = None, *,
         speculate: None = None, stop: str | Seq[str] = (), constraint: Constraint | None = None,
+        cache_salt: str = "",
         **fields: Unpack[SamplingFields],
     ) -> Any:  # fmt: skip
         """Continues a prompt, or several at once; a list of prompts gives a list of completions."""
@@ -99,7 +108,7 @@ class LLM:
         jobs: list[Job] = []
         try:
             for one in prompts:
-                jobs.append(self._start(one, chosen, stop, constraint))
+                jobs.append(self._start(one, Request((), chosen, constraint, cache_salt), stop))
             self.jobs.finish(jobs)
             completions = [job.completion(self.load_s) for job in jobs]
         finally:
@@ -110,22 +119,24 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling: Sampling | None = None, *, speculate: None = None,
         stop: str | Seq[str] = (), constraint: Constraint | None = None,
+        cache_salt: str = "",
         **fields: Unpack[SamplingFields],
     ) -> Stream:  # fmt: skip
         """Continues a prompt piece by piece; its `completion` is there once it is used up."""
         _refuse_speculation(speculate)
         chosen = (sampling or Sampling()).replace(**fields)
-        return Stream(self, self._start(prompt, chosen, stop, constraint))
+        return Stream(self, self._start(prompt, Request((), chosen, constraint, cache_salt), stop))
 
     def chat(
         self, messages: Seq[Mapping[str, Any]], sampling: Sampling | None = None, *,
         speculate: None = None, stop: str | Seq[str] = (), constraint: Constraint | None = None,
+        cache_salt: str = "",
         **fields: Unpack[SamplingFields],
     ) -> Completion:  # fmt: skip
         """The model's next turn in a conversation."""
         completion: Completion = self.generate(
             self.chat_tokens(messages), sampling, speculate=speculate, stop=stop,
-            constraint=constraint, **fields,
+            constraint=constraint, cache_salt=cache_salt, **fields,
         )  # fmt: skip
         return completion
 
@@ -153,10 +164,15 @@ class LLM:
     @property
     def memory(self) -> MemoryReport:
         """What memory holds now; prints as a table."""
-        return MemoryReport(self.engine.memory, self.budget, self.ops)
+        return MemoryReport(self.engine.memory, self.engine.prefix.index, self.budget, self.ops)
+
+    def forget(self, salt: str | None = None) -> None:
+        """Drops cached prefixes: all of them, or those of one salt."""
+        self.engine.prefix.index.forget(salt)
 
     def close(self) -> None:
         """Gives back everything that is held."""
+        self.engine.prefix.index.close()
         self.engine.memory.close()
 
     def __enter__(self) -> LLM:
@@ -166,13 +182,11 @@ class LLM:
         self.close()
 
     def new_job(
-        self, sequence: Any, tokens: Seq[int], sampling: Sampling, stop: str | Seq[str],
-        constraint: Constraint | None, keep: bool,
-    ) -> Job:  # fmt: skip
-        """A job on a sequence, started."""
+        self, sequence: Sequence, request: Request, stop: str | Seq[str], keep: bool
+    ) -> Job:
+        """A job on a sequence, started; `keep` lets the sequence live on."""
         stops = [stop] if isinstance(stop, str) else list(stop)
-        request = Request(tuple(tokens), sampling, constraint)
-        continues = bool(sequence.tokens or tokens)
+        continues = bool(sequence.tokens or request.tokens)
         detokenizer = Detokenizer(self.tokenizer, stops, continuation=continues)
         job = Job(sequence, request, detokenizer, keep)
         self.jobs.start(job)
@@ -182,11 +196,9 @@ class LLM:
         """A prompt's token ids."""
         return self.encode(prompt, add_special) if isinstance(prompt, str) else list(prompt)
 
-    def _start(
-        self, prompt: Prompt, sampling: Sampling, stop: str | Seq[str], constraint: Any
-    ) -> Job:
-        tokens = self.tokens_of(prompt)
-        return self.new_job(self.engine.open(), tokens, sampling, stop, constraint, keep=False)
+    def _start(self, prompt: Prompt, request: Request, stop: str | Seq[str]) -> Job:
+        request = replace(request, tokens=tuple(self.tokens_of(prompt)))
+        return self.new_job(self.engine.open(), request, stop, keep=False)
 
 
 class Stream:

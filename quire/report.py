@@ -6,14 +6,16 @@ from typing import Any
 
 from quire.memory.budget import Budget
 from quire.memory.interface import Memory
+from quire.memory.prefix import PrefixIndex
 from quire.ops import Ops
 
 
 class MemoryReport:
     """A look at memory as it is now; prints as a table."""
 
-    def __init__(self, memory: Memory, budget: Budget, ops: Ops) -> None:
+    def __init__(self, memory: Memory, prefix: PrefixIndex, budget: Budget, ops: Ops) -> None:
         self._memory = memory
+        self._prefix = prefix
         self._budget = budget
         self._ops = ops
 
@@ -25,6 +27,7 @@ class MemoryReport:
             "compute_bytes": self._ops.compute_bytes,
             "breakdown": self._budget.breakdown,
             "stats": self._memory.stats(),
+            "prefix": self._prefix.stats(),
         }
 
     def audit(self) -> None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from quire.engine.sequence import Sequence
 from quire.errors import RequestError
-from quire.types import Completion, Constraint, Sampling, SamplingFields
+from quire.types import Completion, Constraint, Request, Sampling, SamplingFields
 
 if TYPE_CHECKING:
     from quire.llm import LLM
@@ -67,7 +67,7 @@ class Session:
         """Goes on from here; what it makes becomes part of the session."""
         sequence = self._live()
         chosen = (sampling or Sampling()).replace(**fields)
-        job = self._llm.new_job(sequence, (), chosen, stop, constraint, keep=True)
+        job = self._llm.new_job(sequence, Request((), chosen, constraint), stop, keep=True)
         try:
             self._llm.jobs.finish([job])
         finally:
@@ -103,9 +103,8 @@ class Session:
         """Back to a mark, or by a negative number of tokens."""
         sequence = self._live()
         if isinstance(to, Mark):
-            self._llm.engine.memory.checkpoint_restore(sequence.id, to.name)
-            sequence.tokens[:] = to.tokens
-            sequence.computed, sequence.logits = to.computed, to.logits
+            self._llm.engine.restore(sequence, to.name, to.tokens, to.computed)
+            sequence.logits = to.logits
         elif -len(sequence.tokens) <= to < 0:
             self._llm.engine.truncate(sequence, len(sequence.tokens) + to)
         else:

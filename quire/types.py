@@ -129,6 +129,8 @@ class Request:
     tokens: tuple[int, ...]
     sampling: Sampling
     constraint: Constraint | None = None
+    salt: str = ""
+    """Requests share cached prefixes only with those of the same salt."""
 
 
 @dataclass(frozen=True)

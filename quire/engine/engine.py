@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.engine.constrain import Constrainer
+from quire.engine.prefix_cache import PrefixCache
 from quire.engine.runner import Runner
 from quire.engine.sampling import choose, make_sampler, verify
 from quire.engine.scheduler import Scheduler
@@ -22,18 +23,20 @@ class Engine:
     """Sequences over one model and one memory."""
 
     def __init__(
-        self, runner: Runner, memory: Memory, n_ctx: int, constrainer: Constrainer,
-        end_ids: Iterable[int] = (), max_tokens: int = 512,
+        self, runner: Runner, memory: Memory, prefix: PrefixCache, n_ctx: int,
+        constrainer: Constrainer, end_ids: Iterable[int] = (), max_tokens: int = 512,
     ) -> None:  # fmt: skip
         self.runner = runner
         self.ops = runner.ops
         self.memory = memory
+        self.prefix = prefix
         self.n_ctx = n_ctx
         self.constrainer = constrainer
-        self.scheduler = Scheduler(max_tokens, n_ctx, frozenset(end_ids))
+        self.scheduler = Scheduler(max_tokens, n_ctx, frozenset(end_ids), prefix.evict_one)
 
     def step(self) -> list[StepOutput]:
         """Computes some tokens of everybody who has any to compute."""
+        self.prefix.release_waiting(self.scheduler.active)
         plan = self.scheduler.plan(self.memory)
         if not plan.entries:
             return self.scheduler.advance([])
@@ -41,7 +44,9 @@ class Engine:
             logits = self.runner.forward(plan, lease)
             accepted = verify(plan, logits, self.ops)
             lease.commit({a.sequence.id: a.kept for a in accepted})
-        return self.scheduler.advance(accepted)
+        outputs = self.scheduler.advance(accepted)
+        self.prefix.remember(accepted)
+        return outputs
 
     @property
     def idle(self) -> bool:
@@ -57,11 +62,13 @@ class Engine:
         twin = Sequence(self.memory.seq_new(), sequence.tokens)
         self.memory.seq_cp(sequence.id, twin.id, 0, -1)
         twin.computed, twin.logits = sequence.computed, sequence.logits
+        self.prefix.track(twin)
         return twin
 
     def close(self, sequence: Sequence) -> None:
         """Ends a sequence, whatever it is doing, and gives its pages back."""
         self.stop(sequence)
+        self.prefix.leave(sequence)
         self.memory.seq_free(sequence.id)
 
     def append(self, sequence: Sequence, tokens: Seq[int]) -> None:
@@ -69,6 +76,7 @@ class Engine:
         self._check_tokens(sequence, tokens)
         sequence.tokens.extend(tokens)
         sequence.logits = None
+        self.prefix.track(sequence)
         self._activate(sequence)
 
     def truncate(self, sequence: Sequence, length: int) -> None:
@@ -81,6 +89,14 @@ class Engine:
         del sequence.tokens[length:]
         if sequence.computed > length:
             sequence.computed, sequence.logits = length, None
+        self.prefix.track(sequence)
+
+    def restore(self, sequence: Sequence, name: str, tokens: Seq[int], computed: int) -> None:
+        """Makes a sequence what a checkpoint holds."""
+        self.memory.checkpoint_restore(sequence.id, name)
+        sequence.tokens[:] = tokens
+        sequence.computed, sequence.logits = computed, None
+        self.prefix.track(sequence)
 
     def start(self, sequence: Sequence, request: Request) -> list[StepOutput]:
         """Lets a sequence generate; returns its first token where the logits for it are known."""
@@ -91,7 +107,14 @@ class Engine:
             raise RequestError("there is nothing to continue: the prompt has no tokens")
         if len(sequence.tokens) + len(request.tokens) >= self.n_ctx:
             raise self._too_long(len(sequence.tokens) + len(request.tokens))
+        fresh = not sequence.tokens
         sequence.tokens.extend(request.tokens)
+        if fresh:
+            sequence.salt = request.salt
+            self.prefix.enter(sequence, self.scheduler.active)
+        else:
+            self.prefix.track(sequence)
+        sequence.cached = sequence.computed
         sampler = make_sampler(self.ops, request.sampling)
         sampler.observe_prompt(np.array(sequence.tokens, np.int32))
         sequence.generation = Generation(request, sampler, matcher)

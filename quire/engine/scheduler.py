@@ -2,12 +2,13 @@
 
 Sequences that generate come first, one token each, so that nobody who is reading waits for
 somebody else's prompt; what is left of the step goes to prompts, in order of arrival, in chunks.
-When memory is short, prompts wait; when even the generating ones do not fit, the one that came
-last gives its pages back and is computed again later.
+When memory is short, cached prefixes go first; then prompts wait; when even the generating ones do
+not fit, the one that came last gives its pages back and is computed again later.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
@@ -61,10 +62,14 @@ class Room(Protocol):
 class Scheduler:
     """Keeps the sequences that have something to compute, in order of arrival."""
 
-    def __init__(self, max_tokens: int, n_ctx: int, end_ids: frozenset[int]) -> None:
+    def __init__(
+        self, max_tokens: int, n_ctx: int, end_ids: frozenset[int],
+        evict_one: Callable[[], bool] = lambda: False,
+    ) -> None:  # fmt: skip
         self.max_tokens = max_tokens
         self.n_ctx = n_ctx
         self.end_ids = end_ids
+        self._evict_one = evict_one
         self._failed: list[Sequence] = []
         self.active: list[Sequence] = []
 
@@ -81,6 +86,8 @@ class Scheduler:
         entries = self._wanted()
         while entries and not memory.fits([(e.sequence.id, e.count) for e in entries]):
             last = entries[-1]
+            if self._evict_one():
+                continue
             if len(entries) > 1:
                 if last.sequence.generating:
                     self._preempt(memory, last.sequence)
@@ -100,7 +107,7 @@ class Scheduler:
         # The sort is stable, so within each kind the order is that of arrival.
         for sequence in sorted(self.active, key=lambda s: not s.generating):
             count = min(sequence.pending, room)
-            if count > 0:
+            if count > 0 and not sequence.waiting:
                 entries.append(Entry(sequence, count))
                 room -= count
         return entries

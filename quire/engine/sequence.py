@@ -49,7 +49,9 @@ class Sequence:
         self.tokens: list[int] = list(tokens)
         self.computed = 0
         self.logits: NDArray[np.float32] | None = None
-        self.keep_logits = False
+        self.salt = ""
+        self.cached = 0  # tokens of the current request that were in memory when it came
+        self.waits_for: tuple[Sequence, int] | None = None  # who computes our first tokens too
         self.generation: Generation | None = None
         self.error: QuireError | None = None
 
@@ -57,6 +59,11 @@ class Sequence:
     def generating(self) -> bool:
         """Whether its prompt is done and it goes on token by token."""
         return self.pending == 1 and self.computed > 0
+
+    @property
+    def waiting(self) -> bool:
+        """Whether another sequence is still computing tokens that this one will share."""
+        return self.waits_for is not None
 
     @property
     def pending(self) -> int:

@@ -93,6 +93,7 @@ def test_greedy_is_the_same_alone_in_a_batch_and_in_chunks(
     prompts = [p["token_ids"] for p in golden["prompts"]]
     assert len(prompts) == 16
     alone = [llm.generate(p, max_tokens=24).token_ids for p in prompts]
+    llm.forget()  # so that nothing but the batch computes the prompts
     together = [c.token_ids for c in llm.generate(prompts, max_tokens=24)]
     assert together == alone
     for chunk in (1, 7, 100):
@@ -100,6 +101,7 @@ def test_greedy_is_the_same_alone_in_a_batch_and_in_chunks(
         try:
             some = [3, 5, 9] if chunk == 1 else range(16)
             for i in some:
+                llm.forget()
                 assert llm.generate(prompts[i], max_tokens=24).token_ids == alone[i]
         finally:
             llm.engine.scheduler.max_tokens = whole
@@ -124,7 +126,21 @@ def test_every_kv_type_runs_and_stays_near(
     assert kl < {"f32": 0.01, "bf16": 0.02, "q8_0": 0.02, "q4_0": 0.2}[kinds[1]]
 
 
+def test_a_cached_prefix_changes_nothing(llm: quire.LLM, golden: dict[str, Any]) -> None:
+    prompt = golden["prompts"][3]["token_ids"]
+    llm.forget()
+    cold = llm.generate(prompt, max_tokens=32)
+    warm = llm.generate(prompt, max_tokens=32)
+    half = llm.generate(prompt[:100] + prompt[:50], max_tokens=32)
+    llm.forget()
+    assert (cold.cached_tokens, warm.cached_tokens) == (0, len(prompt) - 1)
+    assert half.cached_tokens == 100
+    assert cold.token_ids == warm.token_ids
+    assert half.token_ids == llm.generate(prompt[:100] + prompt[:50], max_tokens=32).token_ids
+
+
 def test_pages_come_back(llm: quire.LLM) -> None:
+    llm.forget()
     before = llm.memory.as_dict()["stats"]
     stream = llm.stream("Count to ten: one, two,", max_tokens=40)
     next(iter(stream))
@@ -132,5 +148,6 @@ def test_pages_come_back(llm: quire.LLM) -> None:
     llm.generate(["a", "b"], max_tokens=3)
     with pytest.raises(quire.errors.ContextError):
         llm.generate([1] * (llm.n_ctx + 1))
+    llm.forget()
     llm.memory.audit()
     assert llm.memory.as_dict()["stats"] == before

@@ -30,6 +30,7 @@ def llm(path: Path) -> Iterator[quire.LLM]:
     with quire.load(path) as loaded:
         yield loaded
         loaded.memory.audit()
+        loaded.forget()
         assert loaded.memory.as_dict()["stats"]["attention"]["pages_used"] == 0
 
 
@@ -86,6 +87,7 @@ def test_an_abandoned_stream_gives_its_pages_back(llm: quire.LLM) -> None:
     stream = llm.stream(PROMPT, max_tokens=50, ignore_eos=True)
     next(iter(stream))
     del stream
+    llm.forget()
     assert llm.memory.as_dict()["stats"]["attention"]["pages_used"] == 0
 
 
@@ -248,3 +250,48 @@ def test_memory_prints_and_adds_up(llm: quire.LLM) -> None:
         assert stats["stats"]["attention"]["tokens_used"] == 100
         assert sum(stats["breakdown"].values()) == stats["used_bytes"] <= stats["budget_bytes"]
         assert "weights" in str(llm.memory)
+
+
+def test_a_prompt_is_computed_once(llm: quire.LLM) -> None:
+    prompt = [int(i) for i in np.random.default_rng(1).integers(0, 256, 100)]
+    cold = llm.generate(prompt, max_tokens=20, ignore_eos=True)
+    again = llm.generate(prompt, max_tokens=20, ignore_eos=True)
+    assert (cold.cached_tokens, again.cached_tokens) == (0, 99)
+    assert again.token_ids == cold.token_ids
+    longer = prompt + cold.token_ids + [7, 8]
+    turn = llm.generate(longer, max_tokens=5, ignore_eos=True)
+    assert turn.cached_tokens == 119
+    llm.forget()
+    assert llm.generate(longer, max_tokens=5, ignore_eos=True).token_ids == turn.token_ids
+    part = llm.generate([*prompt[:37], 1, 2, 3], max_tokens=5, ignore_eos=True)
+    assert part.cached_tokens == 37
+    llm.forget()
+    cold = llm.generate([*prompt[:37], 1, 2, 3], max_tokens=5, ignore_eos=True)
+    assert cold.cached_tokens == 0 and cold.token_ids == part.token_ids
+
+
+def test_salts_never_share(llm: quire.LLM) -> None:
+    prompt = [5] * 60
+    llm.generate(prompt, max_tokens=2, cache_salt="a")
+    assert llm.generate(prompt, max_tokens=2, cache_salt="b").cached_tokens == 0
+    assert llm.generate(prompt, max_tokens=2).cached_tokens == 0
+    assert llm.generate(prompt, max_tokens=2, cache_salt="a").cached_tokens == 59
+    both = llm.memory.as_dict()["prefix"]
+    assert both["hits"] == 1 and both["misses"]["salt"] == 2
+
+
+def test_requests_that_come_together_share_their_beginning(llm: quire.LLM) -> None:
+    common = [int(i) for i in np.random.default_rng(2).integers(0, 256, 80)]
+    prompts = [[*common, i, i + 1] for i in range(8)]
+    alone = [llm.generate(p, max_tokens=9, ignore_eos=True).token_ids for p in prompts]
+    llm.forget()
+    together = llm.generate(prompts, max_tokens=9, ignore_eos=True)
+    assert [c.token_ids for c in together] == alone
+    assert [c.cached_tokens for c in together] == [0] + [80] * 7
+
+
+def test_sessions_give_their_past_to_others(llm: quire.LLM) -> None:
+    with llm.session() as s:
+        s.append("a long story about a small model")
+        other = llm.generate("a long story about a small horse", max_tokens=3)
+        assert other.cached_tokens == len("a long story about a small ")
