@@ -62,6 +62,7 @@ class Engine:
         twin = Sequence(self.memory.seq_new(), sequence.tokens)
         self.memory.seq_cp(sequence.id, twin.id, 0, -1)
         twin.computed, twin.logits = sequence.computed, sequence.logits
+        twin.salt = sequence.salt
         self.prefix.track(twin)
         return twin
 
@@ -107,28 +108,34 @@ class Engine:
             raise RequestError("there is nothing to continue: the prompt has no tokens")
         if len(sequence.tokens) + len(request.tokens) >= self.n_ctx:
             raise self._too_long(len(sequence.tokens) + len(request.tokens))
-        fresh = not sequence.tokens
-        sequence.tokens.extend(request.tokens)
-        if fresh:
-            sequence.salt = request.salt
-            self.prefix.enter(sequence, self.scheduler.active)
-        else:
-            self.prefix.track(sequence)
-        sequence.cached = sequence.computed
         sampler = make_sampler(self.ops, request.sampling)
-        sampler.observe_prompt(np.array(sequence.tokens, np.int32))
+        sampler.observe_prompt(np.array([*sequence.tokens, *request.tokens], np.int32))
         sequence.generation = Generation(request, sampler, matcher)
-        if sequence.pending == 0 and sequence.logits is None:
-            # A rewind dropped the logits of its end: its last token is computed once more.
-            last = sequence.tokens[-1]
-            self.truncate(sequence, len(sequence.tokens) - 1)
-            sequence.tokens.append(last)
+        self._take_prompt(sequence, request)
         self._activate(sequence)
         if sequence.pending > 0 or sequence.logits is None:
             return []
         first = Accepted(sequence, 0)
         choose([first], self.ops.array(sequence.logits), self.ops)
-        return self.scheduler.advance([first])
+        outputs = self.scheduler.advance([first])
+        self.prefix.remember([first])
+        return outputs
+
+    def _take_prompt(self, sequence: Sequence, request: Request) -> None:
+        """Puts the prompt behind what is there, and finds what of it need not be computed."""
+        if not sequence.tokens:
+            sequence.salt = request.salt
+            sequence.tokens.extend(request.tokens)
+            self.prefix.enter(sequence, self.scheduler.active)
+            return
+        if not request.tokens and sequence.pending == 0 and sequence.logits is None:
+            # A rewind dropped the logits of its end: its last token is computed once more.
+            last = sequence.tokens[-1]
+            self.truncate(sequence, len(sequence.tokens) - 1)
+            sequence.tokens.append(last)
+        sequence.tokens.extend(request.tokens)
+        sequence.cached = sequence.computed
+        self.prefix.track(sequence)
 
     def stop(self, sequence: Sequence) -> None:
         """Ends what a sequence is doing; it keeps its tokens."""

@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from quire.engine.sequence import Accepted, Generation, Sequence
-from quire.errors import BudgetError
+from quire.errors import BudgetError, QuireError
 from quire.memory.interface import SeqTokens
 from quire.types import FinishReason, StepOutput
 
@@ -140,13 +140,12 @@ class Scheduler:
             sequence = one.sequence
             sequence.computed += one.kept
             sequence.logits = one.logits
-            if sequence.error:
-                self.remove(sequence)
-                self._failed.append(sequence)
-            elif one.token is not None:
+            if one.token is not None:
                 outputs.append(self._gain(one, one.token))
             elif sequence.pending == 0:
                 self.remove(sequence)
+            if sequence.error:
+                self._failed.append(sequence)
         failed, self._failed = self._failed, []
         return outputs + [StepOutput(s.id, (), error=s.error) for s in failed]
 
@@ -157,8 +156,12 @@ class Scheduler:
         sequence.tokens.append(token)
         generation.token_ids.append(token)
         generation.sampler.observe(np.array([token], np.int32))
-        reason = self._finish_reason(sequence, generation, token)
-        if reason:
+        reason: FinishReason | None = None
+        try:
+            reason = self._finish_reason(sequence, generation, token)
+        except QuireError as error:  # this request fails, the others go on
+            sequence.error = error
+        if reason or sequence.error:
             self.remove(sequence)
             sequence.generation = None
         logprobs = (one.logprob,) if one.logprob else ()

@@ -102,7 +102,7 @@ class PrefixIndex:
             raise RequestError(f"sequence {seq} holds tokens; only an empty one can adopt a prefix")
         place = make_place(self._keys.root(salt), tokens)
         matched = 0
-        for n, source in self._offers(place, seq, self.min_tokens):
+        for n, source in self._offers(place, self.min_tokens):
             matched = max(matched, n)
             if source.give(self.memory, seq, n):
                 assert self.memory.seq_pos_max(seq) == n - 1
@@ -113,7 +113,7 @@ class PrefixIndex:
                 return n
             self._cuts_back = False
         self._tokens_refused += matched
-        self._misses["no state here" if matched else self._reason(place, seq)] += 1
+        self._misses["no state here" if matched else self._reason(place)] += 1
         return 0
 
     def coming(self, tokens: Sequence[int] | Int32, salt: str = "") -> int:
@@ -124,20 +124,20 @@ class PrefixIndex:
         place = make_place(self._keys.root(salt), tokens)
         return max((live.in_common(place) for live in self._live.values()), default=0)
 
-    def _offers(self, place: bytes, seq: int, least: int) -> Iterator[tuple[int, Source]]:
-        """Who could give how many first tokens of a place to a sequence; most first."""
+    def _offers(self, place: bytes, least: int) -> Iterator[tuple[int, Source]]:
+        """Who could give how many first tokens of a place; most first."""
         running: list[tuple[int, Source]] = []
         for live in self._live.values():
             n = min(live.in_common(place), self.memory.seq_pos_max(live.seq) + 1)
-            if n >= least and live.seq != seq:
+            if n >= least:  # an empty sequence, such as the one that asks, is none of these
                 running.append((n, live))
         running.sort(key=lambda offer: -offer[0])
         # Of equals, entries come first: nobody appends to their last page, so it needs no copy.
         return merge(self._places.matches(place, least), running, key=lambda offer: -offer[0])
 
-    def _reason(self, place: bytes, seq: int) -> str:
+    def _reason(self, place: bytes) -> str:
         """Why nothing that is worth it matches a place."""
-        matched = next((n for n, _ in self._offers(place, seq, 1)), 0)
+        matched = next((n for n, _ in self._offers(place, 1)), 0)
         if self._keys.first_page(place) in self._evicted:
             return "evicted"
         elsewhere = self._keys.first_page(place, any_salt=True) in self._pages

@@ -24,6 +24,7 @@ from quire.memory import prefix_places
 from quire.memory.attention import AttentionMemory
 from quire.memory.budget import Budget
 from quire.memory.prefix import PrefixIndex
+from quire.memory.prefix_keys import Keys
 from quire.memory.prefix_places import ROOT_BYTES, Entry, Places, make_place
 
 Tokens = tuple[int, ...]
@@ -226,15 +227,14 @@ def test_different_salts_never_share(index: PrefixIndex) -> None:
     assert [adopts(index, *tokens, salt=salt) for salt in salts] == [9] * len(salts)
 
 
-def test_indexes_share_no_keys() -> None:
-    memory = make_attention()
-    roots = {
-        PrefixIndex(memory, page, identity)._keys.root(salt)
-        for page, identity, salt in [(4, "m", "s"), (4, "m", "s"), (8, "m", "s"), (4, "ms", "")]
-    }
-    assert len(roots) == 4  # even for equal arguments: each is seeded anew
-    index = PrefixIndex(memory, 4)
-    assert index._keys.root("s") == index._keys.root("s") != index._keys.root("t")
+def test_a_root_stands_for_model_layout_and_salt_in_one_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert Keys(4, "m").root("s") != Keys(4, "m").root("s")  # each is seeded anew
+    monkeypatch.setattr("secrets.token_bytes", lambda n: bytes(n))
+    assert Keys(4, "m").root("s") == Keys(4, "m").root("s")
+    different = [(4, "m", "s"), (8, "m", "s"), (4, "n", "s"), (4, "m", "t"), (4, "ms", "")]
+    assert len({Keys(page, model).root(salt) for page, model, salt in different}) == 5
 
 
 # -- sequences that run ---------------------------------------------------------------------------
@@ -347,6 +347,9 @@ def test_every_miss_has_a_reason(memory: AttentionMemory) -> None:
     assert reason(7, 7, 7, 7) == "new"
     assert reason(1, 2, 3, 4, 9, salt="x") == "salt"
     assert reason(1, 2, 3, 9, 9, salt="x") == "new"
+    index.min_tokens = 6  # more than a page
+    assert reason(1, 2, 3, 4, 5, 9) == "short"
+    index.min_tokens = 3
     assert index.evict_one()
     assert reason(1, 2, 3, 4, 9) == "evicted"
     assert reason(1, 2, 3, 4, 9, salt="x") == "new"
@@ -479,6 +482,9 @@ def test_what_is_cheap_to_compute_for_its_bytes_goes_before_what_is_dear(
     keep(index, 1, 2, 3, 4, 5, 6, 7, 8)  # 4 tokens a page, but older
     keep(index, 9)  # 1 token a page
     assert index.evict_one() and held(index) == [(1, 2, 3, 4, 5, 6, 7, 8)]
+    for _ in range(5):
+        keep(index, 9)
+    assert index.evict_one() and held(index) == [(9,)]  # too old even for a dear one
 
 
 def test_what_frees_nothing_goes_last(index: PrefixIndex) -> None:
@@ -835,7 +841,7 @@ def test_long_random_runs(machine: type[PrefixMachine], seed: int) -> None:
         run.everything_reads_back()
         run.figures_agree()
     stats = run.index.stats()
-    assert stats["hits"] > 30 and stats["evictions"] > 10  # it was a run worth its time
+    assert stats["hits"] > 15 and stats["evictions"] > 10  # it was a run worth its time
     run.teardown()
 
 

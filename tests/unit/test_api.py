@@ -295,3 +295,26 @@ def test_sessions_give_their_past_to_others(llm: quire.LLM) -> None:
         s.append("a long story about a small model")
         other = llm.generate("a long story about a small horse", max_tokens=3)
         assert other.cached_tokens == len("a long story about a small ")
+
+
+def test_what_is_shared_is_what_was_said(llm: quire.LLM) -> None:
+    """Whatever a session does, another request that shares its past computes the same."""
+    rng = np.random.default_rng(4)
+    with llm.session() as s:
+        s.append([int(i) for i in rng.integers(0, 256, 40)])
+        for round in range(12):
+            match round % 4:
+                case 0:
+                    s.generate(max_tokens=5, ignore_eos=True)
+                case 1:
+                    s.rewind(-int(rng.integers(1, 20)))
+                case 2:
+                    s.generate(max_tokens=3, ignore_eos=True)
+                case 3:
+                    s.append([int(i) for i in rng.integers(0, 256, 7)])
+            asked = [*s.tokens, 1]
+            shared = llm.generate(asked, max_tokens=4, ignore_eos=True, logprobs=0)
+            assert shared.cached_tokens >= s.position - 1
+            fresh = llm.generate(asked, max_tokens=4, ignore_eos=True, logprobs=0, cache_salt="new")
+            assert shared.token_ids == fresh.token_ids and shared.logprobs == fresh.logprobs
+            llm.forget()
