@@ -496,6 +496,27 @@ def test_what_frees_nothing_goes_last(index: PrefixIndex) -> None:
     assert tokens_of(index.memory, running) == [1, 2, 3, 4, 5]  # type: ignore[arg-type]
 
 
+def test_what_only_an_entry_holds_is_known_after_others_went(index: PrefixIndex) -> None:
+    seq = compute(index, 1, 2, 3, 4)
+    index.insert(seq, [1, 2, 3, 4])
+    append(index.memory, seq, 5, 6, 7, 8)  # type: ignore[arg-type]
+    index.insert(seq, [1, 2, 3, 4, 5, 6, 7, 8])
+    index.memory.seq_free(seq)
+    keep(index, 9, 9, 9, 9)
+    assert index.evict_one() and held(index) == [(1, 2, 3, 4), (9, 9, 9, 9)]
+    assert index.evict_one() and held(index) == [(9, 9, 9, 9)]
+
+
+def test_what_was_not_measured_yet_is_estimated(index: PrefixIndex) -> None:
+    for first in range(1, 25):
+        keep(index, first, 0, 0, 0)
+    index.stats()
+    keep(index, 99, 0, 0, 0)
+    for first in range(1, 25):
+        adopts(index, first, 0, 0, 0)
+    assert index.evict_one() and (99, 0, 0, 0) not in held(index)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_state_within_a_longer_one_is_dear_where_memory_cannot_cut_back(kind: str) -> None:
     index = PrefixIndex(memory := KINDS[kind](), 4)
