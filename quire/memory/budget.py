@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from threading import Lock
 
 from quire.errors import BudgetError, RequestError
@@ -16,6 +17,7 @@ class Budget:
         self.limit = limit_bytes
         self._used = 0
         self._by_use: dict[str, int] = {}
+        self._savers: list[Callable[[], None]] = []
         self._lock = Lock()
 
     @property
@@ -54,6 +56,19 @@ class Budget:
                 self._by_use[what] = left
             else:
                 self._by_use.pop(what, None)
+
+    def on_shortage(self, give_back: Callable[[], None]) -> None:
+        """Somebody who keeps bytes for later, and gives them back when others need them."""
+        self._savers.append(give_back)
+
+    def forget(self, give_back: Callable[[], None]) -> None:
+        """Nothing is kept there any more."""
+        self._savers.remove(give_back)
+
+    def reclaim(self) -> None:
+        """Has everybody give back what is only kept for later."""
+        for give_back in self._savers:
+            give_back()
 
     def _refusal(self, n_bytes: int, what: str) -> str:
         held = ", ".join(f"{use} {size:,}" for use, size in sorted(self._by_use.items()))

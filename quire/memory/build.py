@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from quire.errors import ModelError
+from quire.errors import ModelError, RequestError
 from quire.memory.attention import AttentionMemory
 from quire.memory.budget import Budget
+from quire.memory.hybrid import HybridMemory
 from quire.memory.interface import Memory
 from quire.memory.layout import AttentionLayout, GroupSpec, KVType
+from quire.memory.recurrent import RecurrentMemory
+from quire.memory.state_layout import Fold, RecurrentSpec, StateLayout
+from quire.memory.window import WindowMemory
 
 
 class MemorySettings(Protocol):
@@ -25,16 +29,49 @@ class MemorySettings(Protocol):
     def kv_cache_tokens(self) -> int | None: ...
     @property
     def kv_cache_demand_paged(self) -> bool: ...
+    @property
+    def swa_full(self) -> bool: ...
 
 
-def build_memory(groups: Sequence[GroupSpec], budget: Budget, settings: MemorySettings) -> Memory:
-    """The memory of a model with these groups."""
-    if len(groups) != 1 or groups[0].kind != "attention":
-        kinds = ", ".join(f"{group.name!r} ({group.kind})" for group in groups)
-        raise ModelError(
-            f"the model declares the groups {kinds or 'none'}; this version has memory for exactly "
-            "one group, of kind attention"
-        )
+def build_memory(
+    groups: Sequence[GroupSpec | RecurrentSpec], budget: Budget, settings: MemorySettings,
+    fold: Fold | None = None,
+) -> Memory:  # fmt: skip
+    """The memory of a model with these groups; recurrent ones need the kernel that folds logs."""
+    if not groups:
+        raise ModelError("the model declares no groups, so there is nothing to remember with")
+    if not settings.kv_cache_demand_paged:
+        _check_up_front(groups, settings)
+    parts = [_part(group, budget, settings, fold) for group in groups]
+    return parts[0] if len(parts) == 1 else HybridMemory(parts)
+
+
+def _part(
+    group: GroupSpec | RecurrentSpec, budget: Budget, settings: MemorySettings, fold: Fold | None
+) -> Memory:
+    if group.kind == "recurrent":
+        if fold is None:
+            raise ModelError(f"group {group.name!r} is recurrent; the model gives no way to fold")
+        return RecurrentMemory(StateLayout(group), budget, fold)
     type_k, type_v = KVType(settings.type_k), KVType(settings.type_v)
-    layout = AttentionLayout(groups[0], type_k, type_v, settings.page_tokens)
-    return AttentionMemory(layout, budget, settings.kv_cache_tokens, settings.kv_cache_demand_paged)
+    layout = AttentionLayout(group, type_k, type_v, settings.page_tokens)
+    tokens, demand_paged = settings.kv_cache_tokens, settings.kv_cache_demand_paged
+    if group.kind == "window":
+        return WindowMemory(layout, budget, tokens, demand_paged, swa_full=settings.swa_full)
+    return AttentionMemory(layout, budget, tokens, demand_paged)
+
+
+def _check_up_front(groups: Sequence[GroupSpec | RecurrentSpec], settings: MemorySettings) -> None:
+    """Several pools can only be taken up front if it is said how large each is to be."""
+    for group in groups:
+        if group.kind == "recurrent":
+            raise RequestError(
+                f"kv_cache_demand_paged=False takes all pages at once, and how many states group "
+                f"{group.name!r} will need is not known then; leave it at True for this model"
+            )
+    if len(groups) > 1 and settings.kv_cache_tokens is None:
+        names = ", ".join(repr(group.name) for group in groups)
+        raise RequestError(
+            f"kv_cache_demand_paged=False takes all pages at once, and the groups {names} share "
+            "one budget; set kv_cache_tokens, so that each takes pages for as many tokens"
+        )

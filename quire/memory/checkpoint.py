@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from quire.errors import RequestError
-from quire.memory.table import Table
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(Generic[T]):
     """A sequence as it was: holding its pages is all that keeps it."""
 
     name: str
     seq: int
     """The sequence it was taken of."""
-    table: Table
+    table: T
 
 
 @dataclass
@@ -46,11 +48,11 @@ class Timing:
         return float(np.percentile(self._recent, 99)) / 1000 if self._recent else 0.0
 
 
-class Checkpoints:
+class Checkpoints(Generic[T]):
     """Checkpoints by name, in the order they were saved."""
 
     def __init__(self) -> None:
-        self.by_name: dict[str, Checkpoint] = {}
+        self.by_name: dict[str, Checkpoint[T]] = {}
         self.timings = {"save": Timing(), "restore": Timing(), "delete": Timing()}
         self._made = 0
 
@@ -64,7 +66,7 @@ class Checkpoints:
             raise RequestError(f"there is a checkpoint {name!r} already; delete it first")
         return name
 
-    def get(self, name: str) -> Checkpoint:
+    def get(self, name: str) -> Checkpoint[T]:
         """The checkpoint of this name."""
         if name not in self.by_name:
             raise RequestError(f"there is no checkpoint {name!r}; there are {list(self.by_name)}")

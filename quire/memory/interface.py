@@ -14,6 +14,8 @@ from types import TracebackType
 from typing import NamedTuple, Self, TypedDict
 
 from quire.memory.layout import AttentionLayout, Int32
+from quire.memory.pool import PagePool, fit_together
+from quire.memory.state_layout import StateView
 
 
 class Status(Enum):
@@ -47,7 +49,7 @@ class SeqTokens(NamedTuple):
 
 @dataclass(slots=True)
 class PageView:
-    """One group's memory as the kernels of one micro-batch see it; valid until the next one.
+    """A group of attention layers as the kernels of one micro-batch see it; valid until the next.
 
     Row s belongs to the micro-batch's s-th sequence. Its slot i lies in page
     `tables[s, i // page_tokens]`; entries behind its last page are -1.
@@ -83,7 +85,7 @@ class MicroBatch:
     seq_rows: Int32
     """The row in `seqs`, and in every view, that each token belongs to."""
     seqs: list[int]
-    views: dict[str, PageView]
+    views: dict[str, PageView | StateView]
 
 
 class GroupStats(TypedDict):
@@ -148,6 +150,34 @@ class MemoryContext(ABC):
         self.close()
 
 
+class Appends(ABC):
+    """New tokens at the ends of sequences of one memory, with room set aside for all of them.
+
+    `apply` puts one micro-batch in; then `keep` or `undo` settles it, and the next may follow.
+    `close` gives back what is left. Leases and contexts are made of this, and so is a hybrid.
+    """
+
+    @abstractmethod
+    def apply(self, entries: Sequence[SeqTokens]) -> MicroBatch:
+        """Puts new tokens in; an exception leaves everything as it was."""
+
+    @abstractmethod
+    def check(self, accepted: Mapping[int, int]) -> None:
+        """Raises RequestError if this kind cannot keep so many tokens of each sequence."""
+
+    @abstractmethod
+    def keep(self, accepted: Mapping[int, int]) -> None:
+        """Keeps the first tokens of each sequence, by number, and drops the rest."""
+
+    @abstractmethod
+    def undo(self) -> None:
+        """Makes everything as it was before `apply`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives back what is set aside; memory is idle again."""
+
+
 class Lease(ABC):
     """What one step has reserved: committed once, or everything back when the block is left."""
 
@@ -174,7 +204,7 @@ class Lease(ABC):
         return self.ubatch.seqs
 
     @property
-    def views(self) -> dict[str, PageView]:
+    def views(self) -> dict[str, PageView | StateView]:
         """Each group's memory for the kernels."""
         return self.ubatch.views
 
@@ -207,9 +237,30 @@ class Memory(ABC):
     def layers(self) -> tuple[int, ...]:
         """Layers of the model that read this memory."""
 
+    @property
     @abstractmethod
+    def seqs(self) -> list[int]:
+        """Ids of all sequences, in ascending order."""
+
+    @abstractmethod
+    def check_idle(self) -> None:
+        """Raises RequestError while a lease or a context is open."""
+
     def fits(self, counts: Iterable[tuple[int, int]]) -> bool:
         """Whether (sequence, number of new tokens), all together, could be reserved now."""
+        return fit_together(self.demand(list(counts)))
+
+    @abstractmethod
+    def demand(self, counts: Sequence[tuple[int, int]]) -> list[tuple[PagePool, int]]:
+        """The pages that reserving (sequence, number of new tokens) takes, by pool."""
+
+    @abstractmethod
+    def room_for_draft(self, seq: int) -> int:
+        """The most new tokens of which a step can keep any number; `fits` says if there is room."""
+
+    @abstractmethod
+    def prepare(self, parts: Sequence[Sequence[SeqTokens]]) -> Appends:
+        """Room for these micro-batches, one after the other; or OutOfMemory, nothing changed."""
 
     @abstractmethod
     def reserve(self, entries: Sequence[SeqTokens]) -> Lease:
@@ -249,8 +300,16 @@ class Memory(ABC):
         """Removes positions (seq < 0: of every sequence); False, and no change, if it cannot."""
 
     @abstractmethod
+    def can_rm(self, seq: int, p0: int, p1: int) -> bool:
+        """Whether `seq_rm` would remove these positions."""
+
+    @abstractmethod
     def seq_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
         """Shares positions of one sequence with another, which must not hold any of them."""
+
+    @abstractmethod
+    def check_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
+        """Raises RequestError if `seq_cp` would; changes nothing."""
 
     @abstractmethod
     def seq_keep(self, seq: int) -> None:
@@ -261,8 +320,16 @@ class Memory(ABC):
         """Moves positions by delta; K is rotated by the next `init_update`."""
 
     @abstractmethod
+    def check_add(self, seq: int, p0: int, p1: int, delta: int) -> None:
+        """Raises RequestError if `seq_add` would; changes nothing."""
+
+    @abstractmethod
     def seq_div(self, seq: int, p0: int, p1: int, divisor: int) -> None:
         """Divides positions, rounding down; K is rotated by the next `init_update`."""
+
+    @abstractmethod
+    def check_div(self, seq: int, p0: int, p1: int, divisor: int) -> None:
+        """Raises RequestError if `seq_div` would; changes nothing."""
 
     @abstractmethod
     def seq_pos_min(self, seq: int) -> int:

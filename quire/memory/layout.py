@@ -49,7 +49,7 @@ class GroupSpec:
     """Layers of a model that share one kind of memory, as the model declares them."""
 
     name: str
-    kind: Literal["attention", "window", "recurrent"]
+    kind: Literal["attention", "window"]
     layers: tuple[int, ...]
     n_kv_heads: int
     head_dim_k: int
@@ -111,7 +111,7 @@ class AttentionLayout:
         k_token = spec.n_kv_heads * self.type_k.row_bytes(spec.head_dim_k)
         v_token = spec.n_kv_heads * self.type_v.row_bytes(spec.head_dim_v)
         k_part, v_part = k_token * self.page_tokens, v_token * self.page_tokens
-        k_room, v_room = _aligned(k_part), _aligned(v_part)
+        k_room, v_room = aligned(k_part), aligned(v_part)
         starts = [i * (k_room + v_room) for i in range(len(spec.layers))]
         offsets = tuple((start, start + k_room) for start in starts)
         by_layer = dict(zip(spec.layers, offsets, strict=True))
@@ -144,5 +144,6 @@ class AttentionLayout:
         return -(-tokens // self.page_tokens)
 
 
-def _aligned(size: int) -> int:
+def aligned(size: int) -> int:
+    """The size, rounded up so that what follows starts at a multiple of 64 bytes."""
     return -(-size // _ALIGN) * _ALIGN

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.errors import PagesError
+from quire.errors import BudgetError, PagesError
 from quire.memory.backing import OS_PAGE, HostBacking
 from quire.memory.budget import Budget
 from quire.memory.layout import Int32
@@ -18,7 +20,8 @@ class PagePool:
     """The pages of one group: which are free, who counts as a holder, who may write where.
 
     A page is *live* while refs > 0. A page that is free but still backed is idle, and `trim`
-    gives its bytes back; every operation of a memory that frees pages ends with `trim`.
+    gives its bytes back; every operation of a memory that frees pages ends with `trim`. Idle
+    pages that `trim` was told to keep go when anybody runs short of the budget.
 
     `frozen` and `appender` speak of pages with two holders or more: the slots below `frozen` are
     visible to others than the appender, and only the appender writes, from slot `frozen` on.
@@ -47,6 +50,7 @@ class PagePool:
         self._live_array = np.frombuffer(self._live, np.uint8)
         self._cursor = 0  # no page below is free
         self._idle_from, self._idle_to = max_pages, 0  # idle pages lie in between
+        budget.on_shortage(self.trim)
 
     @property
     def committed(self) -> int:
@@ -68,7 +72,12 @@ class PagePool:
             return np.empty(0, np.int32)
         ids = self._lowest_free(n)
         fresh = self.backing.unbacked(ids)
-        self.backing.back(fresh)
+        try:
+            self.backing.back(fresh)
+        except BudgetError:
+            self.budget.reclaim()
+            fresh = self.backing.unbacked(ids)
+            self.backing.back(fresh)
         if self._poison:
             self._fill_with_poison(fresh)
         self._live_array[ids] = 1
@@ -84,7 +93,11 @@ class PagePool:
         if page < 0:
             raise PagesError(self._refusal(1))
         if not self.backing.backed[page]:
-            self.backing.back_one(page)
+            try:
+                self.backing.back_one(page)
+            except BudgetError:
+                self.budget.reclaim()
+                self.backing.back_one(page)
             if self._poison:
                 self._fill_with_poison([page])
         self._live[page] = 1
@@ -96,12 +109,18 @@ class PagePool:
 
     def fits(self, n: int) -> bool:
         """Whether `allocate(n)` would succeed now."""
-        if n > self.max_pages - self.used:
-            return False
-        if n * (self.page_bytes + 2 * OS_PAGE) <= self.budget.free:
-            return True
-        fresh = self.backing.unbacked(self._lowest_free(n))
-        return self.backing.price(fresh) <= self.budget.free
+        return fit_together([(self, n)])
+
+    def has(self, n: int) -> bool:
+        """Whether so many pages are free, whatever their bytes cost."""
+        return n <= self.max_pages - self.used
+
+    def price(self, n: int, enough: int) -> int:
+        """Bytes that `allocate(n)` would take from the budget; a bound if that is `enough`."""
+        bound = n * (self.page_bytes + 2 * OS_PAGE)
+        if bound <= enough:
+            return bound
+        return self.backing.price(self.backing.unbacked(self._lowest_free(n)))
 
     def _lowest_free(self, n: int) -> Int32:
         if n > self.max_pages - self.used:
@@ -147,6 +166,17 @@ class PagePool:
         """A holder that was there already sees more of these pages."""
         self.frozen[ids] = np.maximum(self.frozen[ids], seen)
 
+    def share_one(self, page: int, seen: int, appender: int) -> None:
+        """`share` of a single page."""
+        count = self._refs[page]
+        assert count > 0, "a free page cannot be shared"
+        if count == 1:
+            self.frozen[page] = seen
+            self.appender[page] = appender
+        elif seen > self.frozen[page]:
+            self.frozen[page] = seen
+        self._refs[page] = count + 1
+
     def may_append(self, page: int, slot: int, holder: int) -> bool:
         """Whether this holder may write the slots from `slot` on: nobody else sees them."""
         return self._refs[page] == 1 or bool(
@@ -185,18 +215,22 @@ class PagePool:
         if self._poison:
             self._fill_with_poison([page])
 
-    def trim(self) -> None:
-        """Gives the bytes of idle pages back to the system and to the budget."""
-        if self.backing.count == self.used or not self.backing.gives_back:
+    def trim(self, keep: int = 0) -> None:
+        """Gives the bytes of idle pages, all but `keep` of them, back to the system and budget."""
+        if self.backing.count - self.used <= keep or not self.backing.gives_back:
             return
         start, stop = self._idle_from, self._idle_to
         backed = np.frombuffer(self.backing.backed, np.uint8)[start:stop]
-        self.backing.give_back(np.flatnonzero(backed > self._live_array[start:stop]) + start)
+        idle = np.flatnonzero(backed > self._live_array[start:stop]) + start
+        self.backing.give_back(idle[keep:])
         self._idle_from, self._idle_to = self.max_pages, 0
+        if keep:
+            self._note_idle(int(idle[0]), int(idle[keep - 1]))
 
     def close(self) -> None:
         """Gives everything back; no page may be in use, and the pool is of no use afterwards."""
         assert self.used == 0, f"{self.used} {self.use} are still referenced"
+        self.budget.forget(self.trim)
         self.backing.close()
 
     def _note_idle(self, low: int, high: int) -> None:
@@ -230,3 +264,18 @@ class PagePool:
     def _fill_with_poison(self, pages: Int32 | NDArray[np.intp] | list[int]) -> None:
         for page in pages:
             self.view(int(page))[:] = POISON
+
+
+def fit_together(demand: Iterable[tuple[PagePool, int]]) -> bool:
+    """Whether so many pages of each of these pools, under one budget, could be allocated now."""
+    demand = [(pool, n) for pool, n in demand if n]
+    if not demand:
+        return True
+    if not all(pool.has(n) for pool, n in demand):
+        return False
+    budget = demand[0][0].budget
+    enough = budget.free // len(demand)
+    if sum(pool.price(n, enough) for pool, n in demand) <= budget.free:
+        return True
+    budget.reclaim()
+    return sum(pool.price(n, 0) for pool, n in demand) <= budget.free

@@ -24,11 +24,12 @@ class Table:
     slot is never a hole, no page holds only holes, and there is no page more than needed.
 
     `pending` is how far each slot's K still has to be rotated (None: nowhere). `version` is
-    replaced whenever the page ids change, so equal versions mean equal pages.
+    replaced whenever the page ids change, so equal versions mean equal pages. `lost` spans the
+    positions that belong to the sequence and are not here any more, because a window passed them.
     """
 
     __slots__ = (
-        "_ids", "_positions", "first", "last_page", "length", "n_pages", "next_position",
+        "_ids", "_positions", "first", "last_page", "length", "lost", "n_pages", "next_position",
         "page_tokens", "pending", "version",
     )  # fmt: skip
 
@@ -40,6 +41,7 @@ class Table:
         self.n_pages = 0
         self.last_page = -1
         self.pending: Int32 | None = None
+        self.lost = range(0)
         self.version = object()
         self._ids: Int32 = np.empty(8, np.int32)
         self._positions: Int32 | None = None
@@ -54,6 +56,7 @@ class Table:
         twin.n_pages = self.n_pages
         twin.last_page = self.last_page
         twin.pending = None if self.pending is None else self.pending.copy()
+        twin.lost = self.lost
         twin.version = self.version
         twin._ids = self._ids.copy()
         twin._positions = None if self._positions is None else self._positions.copy()

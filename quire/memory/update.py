@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from quire.errors import OutOfMemory, RequestError
+from quire.memory.append import SetAside
 from quire.memory.interface import MemoryContext, MicroBatch, Status
 from quire.memory.layout import AttentionLayout, Int32
-from quire.memory.lease import SetAside
 from quire.memory.pool import PagePool
 from quire.memory.table import HOLE, Table
 

@@ -7,6 +7,7 @@ put in the wrong slot, overwritten, lost or read from a freed page shows up as a
 from __future__ import annotations
 
 import ctypes
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,26 +16,37 @@ from quire.memory.attention import AttentionMemory
 from quire.memory.budget import Budget
 from quire.memory.interface import MicroBatch, PageView, SeqTokens
 from quire.memory.layout import AttentionLayout, GroupSpec, KVType
+from quire.memory.state_layout import StateView
 from quire.memory.table import Table
+from quire.memory.window import WindowMemory
 
 GROUP = "full"
 Token = tuple[int, int]
 """A token's id and its position."""
 
 
-def make_layout(page_tokens: int = 4, head_dim: int = 2, n_layers: int = 2) -> AttentionLayout:
+def make_layout(
+    page_tokens: int = 4, head_dim: int = 2, n_layers: int = 2, window: int | None = None
+) -> AttentionLayout:
     """Rows of f32 of at least two values: room for an id and a position."""
-    spec = GroupSpec(GROUP, "attention", tuple(range(0, 2 * n_layers, 2)), 1, head_dim, head_dim)
+    kind: Literal["attention", "window"] = "window" if window else "attention"
+    layers = tuple(range(0, 2 * n_layers, 2))
+    spec = GroupSpec(GROUP, kind, layers, 1, head_dim, head_dim, window)
     return AttentionLayout(spec, KVType.F32, KVType.F32, page_tokens)
 
 
 def make_attention(
     page_tokens: int = 4, head_dim: int = 2, limit: int = 1 << 20, max_tokens: int | None = None,
-    budget: Budget | None = None, n_layers: int = 2,
+    budget: Budget | None = None, n_layers: int = 2, window: int | None = None,
+    swa_full: bool = False,
 ) -> AttentionMemory:  # fmt: skip
-    """An attention memory with the fake kernels and poisoned pages."""
-    layout = make_layout(page_tokens, head_dim, n_layers)
+    """An attention memory, or one with a window, with the fake kernels and poisoned pages."""
+    layout = make_layout(page_tokens, head_dim, n_layers, window)
     budget = budget or Budget(limit)
+    if window:
+        return WindowMemory(
+            layout, budget, max_tokens, rotate=rotate, move=move, poison=True, swa_full=swa_full
+        )
     return AttentionMemory(layout, budget, max_tokens, rotate=rotate, move=move, poison=True)
 
 
@@ -61,6 +73,12 @@ def _rows(
 def write(ubatch: MicroBatch) -> None:
     """Stores the new tokens where the view says."""
     view = ubatch.views[GROUP]
+    assert isinstance(view, PageView)
+    write_pages(ubatch, view)
+
+
+def write_pages(ubatch: MicroBatch, view: PageView) -> None:
+    """Stores the new tokens in one group."""
     for token, position, where in zip(ubatch.tokens, ubatch.positions, view.slots, strict=True):
         assert where >= 0
         page, slot = divmod(int(where), view.page_tokens)
@@ -78,8 +96,9 @@ def _read(page_address: int, layout: AttentionLayout, slot: int) -> Token:
     return found.pop()
 
 
-def attend(view: PageView, row: int) -> list[Token]:
+def attend(view: PageView | StateView, row: int) -> list[Token]:
     """What the attention of one sequence sees, slot by slot."""
+    assert isinstance(view, PageView)
     seen = []
     for i in range(int(view.length[row])):
         position = int(view.first[row]) + i

@@ -1,8 +1,12 @@
-"""What every kind of memory must do, said through the interface; kinds are added to `KINDS`."""
+"""What kinds of memory that keep every token in a table must do, page by page.
+
+What all kinds must do, window and recurrent ones included, is in test_memory_kinds.py.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -20,19 +24,23 @@ from fake_kernel import (
     write,
 )
 
-from quire.errors import BudgetError, ModelError, OutOfMemory, PagesError, RequestError
+from quire.errors import BudgetError, OutOfMemory, PagesError, RequestError
 from quire.memory import build_memory
 from quire.memory.attention import AttentionMemory
 from quire.memory.audit import AuditError
 from quire.memory.batch import TableRows
 from quire.memory.budget import Budget
-from quire.memory.interface import SeqTokens, Status, status_combine
+from quire.memory.interface import PageView, SeqTokens, Status, status_combine
 from quire.memory.layout import AttentionLayout, GroupSpec
 from quire.memory.pool import PagePool
 from quire.memory.table import Table
 
 Make = Callable[..., AttentionMemory]
-KINDS: dict[str, Make] = {"attention": make_attention}
+KINDS: dict[str, Make] = {
+    "attention": make_attention,
+    "window, all kept": partial(make_attention, window=3, swa_full=True),
+    "window that holds all": partial(make_attention, window=1_000_000),
+}
 
 
 @pytest.fixture(params=sorted(KINDS))
@@ -76,6 +84,7 @@ def test_a_lease_shows_where_tokens_go_and_keeps_what_is_accepted(memory: Attent
         assert lease.positions.tolist() == [3, 4, 5, 0]
         assert lease.seq_rows.tolist() == [0, 0, 0, 1]
         view = lease.views["full"]
+        assert isinstance(view, PageView)
         assert view.length.tolist() == [6, 1] and view.first.tolist() == [0, 0]
         assert view.tables.flags.c_contiguous and view.tables.dtype == np.int32
         assert view.slot_positions is None
@@ -270,6 +279,7 @@ def test_a_full_memory_can_be_pretended(make: Make) -> None:
     context = memory.init_full()
     context.apply()
     view = context.ubatch.views["full"]
+    assert isinstance(view, PageView)
     assert view.tables.shape == (1, 10) and view.length.tolist() == [40]
     assert context.status is Status.SUCCESS and not context.next() and empty(memory)
 
@@ -453,7 +463,7 @@ def test_a_removed_middle_is_not_seen_and_empty_pages_go(memory: AttentionMemory
     with memory.reserve([entry(0, 7), entry(1, 8)]) as lease:
         write(lease.ubatch)
         view = lease.views["full"]
-        assert view.slot_positions is not None
+        assert isinstance(view, PageView) and view.slot_positions is not None
         assert attend(view, 0) == [*rest, (7, 20)] and attend(view, 1) == [(8, 0)]
         lease.commit({0: 1, 1: 1})
     assert (memory.seq_pos_min(0), memory.seq_pos_max(0)) == (0, 20)
@@ -789,8 +799,9 @@ def test_one_layer_can_read_anothers_memory() -> None:
     memory = AttentionMemory(layout, Budget(1 << 20), rotate=rotate, move=move)
     assert memory.layers == (0, 1, 2)
     with memory.reserve([SeqTokens(0, np.array([1], np.int32))]) as lease:
-        assert lease.views["full"].offsets == layout.offsets
-        assert lease.views["full"].layout.k_offset(2) == layout.k_offset(1)
+        view = lease.views["full"]
+        assert isinstance(view, PageView) and view.offsets == layout.offsets
+        assert view.layout.k_offset(2) == layout.k_offset(1)
 
 
 # -- building -------------------------------------------------------------------------------------
@@ -804,6 +815,7 @@ class Settings:
     type_v = "f16"
     kv_cache_tokens: int | None = 100
     kv_cache_demand_paged = True
+    swa_full = False
 
 
 def test_memory_is_built_from_what_a_model_declares() -> None:
@@ -812,10 +824,6 @@ def test_memory_is_built_from_what_a_model_declares() -> None:
     assert isinstance(memory, AttentionMemory)
     assert memory.pool.max_pages == 7
     assert memory.layout.bytes_per_token == 2 * 2 * (68 + 128)
-    window = GroupSpec("local", "window", (2,), 2, 64, 64, window=128)
-    for groups in ([], [window], [spec, window]):
-        with pytest.raises(ModelError, match="attention"):
-            build_memory(groups, Budget(1 << 24), Settings())
 
 
 def test_a_budget_too_small_for_one_page_is_said_at_once() -> None:

@@ -17,6 +17,26 @@ int64_t blocks_of(const Matrix& w, int lanes) {
     return blocks;
 }
 
+// Calls f(begin, end, thread) for pieces of [0, count): half of it in one piece per thread, then half
+// of the rest, and so on down to about `least`. Weights are read fastest in long runs, and the small
+// pieces at the end let the threads finish together.
+template <class F>
+void in_pieces(ThreadPool& pool, int64_t count, int64_t least, F&& f) {
+    const int64_t threads = pool.size();
+    int rounds = 0;
+    while ((count >> (rounds + 2)) / threads >= std::max<int64_t>(least, 1)) rounds++;
+    auto border = [&](int64_t piece) {
+        const int64_t round = piece / threads;
+        if (round > rounds) return count;
+        const int64_t from = count - (count >> round);
+        const int64_t to = round == rounds ? count : count - (count >> (round + 1));
+        return from + (to - from) * (piece % threads) / threads;
+    };
+    pool.parallel(threads * (rounds + 1), 1, [&](int64_t piece, int64_t last, int thread) {
+        for (; piece < last; piece++) f(border(piece), border(piece + 1), thread);
+    });
+}
+
 // Calls f(part, begin, end) for the pieces of [begin, end) among the row blocks of all parts.
 template <class F>
 void for_blocks(const Matrix& w, int lanes, int64_t begin, int64_t end, F&& f) {
@@ -162,11 +182,9 @@ void linear(Cpu& cpu, const Array& x, const Matrix& w, const Linear& options, Ar
     const int64_t step = kernels.token_step, token_bytes = std::max(panels.quantized_bytes, panels.float_bytes);
     const int64_t strip = std::max(step, PANEL_BYTES / token_bytes / step * step);  // tokens at a time
     const int64_t strips = (n + strip - 1) / strip;
-    const int64_t tasks = strips * blocks, threads = cpu.pool.size();
-    // Neighbouring blocks are fetched while others are computed, so a chunk is some of them.
+    // Neighbouring blocks are fetched while others are computed, so a piece is some of them.
     const int64_t least = n < step ? CHUNK_BYTES / w.parts[0].stride : 3;
-    const int64_t chunk = std::max({int64_t(1), tasks / (16 * threads), std::min(least, tasks / threads)});
-    cpu.pool.parallel(tasks, chunk, [&](int64_t begin, int64_t end, int thread) {
+    in_pieces(cpu.pool, strips * blocks, least, [&](int64_t begin, int64_t end, int thread) {
         while (begin < end) {  // all row blocks of one strip of tokens, then the next strip
             const int64_t i = begin / blocks, token = i * strip, last = std::min(end, (i + 1) * blocks);
             for_blocks(w, kernels.lanes, begin - i * blocks, last - i * blocks,
