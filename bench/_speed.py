@@ -91,7 +91,7 @@ class SpeedRuns:
                 target = TARGETS[name][question]
                 yield Row(name, question, "tokens/s", rates, target=target, disturbed=disturbed)
                 if question == "decode":
-                    yield self._reached(name, rates)
+                    yield self._reached(name, rates, disturbed)
 
     def _load(self, workers: list[Worker], path: Path, speed: Speed) -> None:
         settings = {
@@ -132,11 +132,12 @@ class SpeedRuns:
         """New random ids every time, so that a prefix cache cannot help."""
         return [self._random.randrange(FIRST_ID, END_ID) for _ in range(length)]
 
-    def _reached(self, name: str, rates: dict[str, list[float]]) -> Row:
+    def _reached(self, name: str, rates: dict[str, list[float]], disturbed: int) -> Row:
         """Decode as bytes of weights read per second, beside what the machine can read."""
         weights: int = self.engines[PEER]["weight_bytes"]
         once = partial(self._bandwidth.measure, weights)
         limit = max(self._quiet.measure([], once) for _ in range(self._rounds))
         self.limits[name] = limit
         reached = {who: [rate * weights / 1e9 for rate in values] for who, values in rates.items()}
-        return Row(name, f"decode reads (machine {limit / 1e9:.1f})", "GB/s", reached)
+        question = f"decode reads (machine {limit / 1e9:.1f})"
+        return Row(name, question, "GB/s", reached, disturbed=disturbed)
