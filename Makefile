@@ -16,8 +16,8 @@ test-all: $(VENV)/installed-test lint
 	$(BIN)/python -m pytest -q
 
 lint: $(VENV)/installed-test
-	$(BIN)/ruff check quire tests bench examples docs
-	$(BIN)/ruff format --check quire tests bench examples docs
+	$(BIN)/ruff check quire tests bench examples docs/make_cli.py
+	$(BIN)/ruff format --check quire tests bench examples docs/make_cli.py
 	$(BIN)/mypy
 
 bench: $(VENV)/installed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import os
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +28,7 @@ class Generation:
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         seed = request.sampling.seed
-        self._seed = secrets.randbits(64) if seed is None else seed
+        self._seed = int.from_bytes(os.urandom(8)) if seed is None else seed
 
     def uniform(self) -> float:
         """The random number for the next token: it depends on seed and place, on nothing else."""

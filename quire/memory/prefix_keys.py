@@ -9,7 +9,7 @@ its tokens are gone); what a match is, the tokens themselves decide.
 
 from __future__ import annotations
 
-import secrets
+import os
 from hashlib import blake2b
 
 from quire.memory.prefix_places import ROOT_BYTES, TOKEN_BYTES
@@ -19,7 +19,7 @@ class Keys:
     """The keys of one index."""
 
     def __init__(self, page_tokens: int, identity: str) -> None:
-        self._seed = secrets.token_bytes(32)
+        self._seed = os.urandom(32)
         self._page_end = ROOT_BYTES + page_tokens * TOKEN_BYTES
         self._origin = self._key(b"", f"{page_tokens} {identity}")
 

