@@ -60,7 +60,9 @@ class LLM:
         memory = build_memory(self.model.groups, self.budget, settings)
         constrainer = Constrainer(self.tokenizer)
         end_ids = self.tokenizer.eog_ids
-        prefix = PrefixCache(PrefixIndex(memory, settings.page_tokens, str(path)), self.budget)
+        prefix = PrefixCache(
+            PrefixIndex(memory, settings.page_tokens, str(path), settings.page_tokens), self.budget
+        )
         runner = Runner(self.model, self.ops)
         self.engine = Engine(runner, memory, prefix, self.n_ctx, constrainer, end_ids)
         self.jobs = JobRunner(self.engine, end_ids)
