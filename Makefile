@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PEER ?= peer/bin/python  # an interpreter with llama-cpp-python: bench/README.md says how
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard quire/ops/csrc/*)
 
 .PHONY: demo test test-all lint bench clean
@@ -21,7 +22,7 @@ lint: $(VENV)/installed-test
 	$(BIN)/mypy
 
 bench: $(VENV)/installed
-	$(BIN)/python bench/peer_cpu.py --quick
+	$(BIN)/python bench/peer_cpu.py --quick --peer-python $(PEER)
 
 clean:
 	rm -rf $(VENV) build

@@ -43,6 +43,9 @@ class LoadConfig:
             raise RequestError(f"device {self.device!r} is not there; this build runs on 'cpu'")
         if self.n_gpu_layers not in ("auto", 0):
             raise RequestError(f"n_gpu_layers is {self.n_gpu_layers!r}, but no GPU is used; pass 0")
+        for name in ("moe_n_expert", "n_layer_exit"):
+            if getattr(self, name) is not None:
+                raise RequestError(f"{name} is not there yet; leave it out")
         if self.activations not in ("int8", "f32"):
             raise RequestError(f"activations must be 'int8' or 'f32', not {self.activations!r}")
         if self.page_tokens < 16 or self.page_tokens % 16:

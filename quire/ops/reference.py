@@ -432,6 +432,15 @@ def linear(
     return out.astype(np.float32)
 
 
+def linear_fine(x: Floats, w: Floats, norm: Floats, eps: float) -> Floats:
+    """w · rms_norm(x) with 16 bits of each activation: int8, and int8 of what that loses."""
+    h = rms_norm(x, norm, eps)
+    q, scales = quantize_activations(h)
+    groups = q.reshape(*scales.shape, -1) * scales[..., None]
+    rest = (h - groups.reshape(h.shape)).astype(np.float32)
+    return linear(h, w) + linear(rest, w)
+
+
 def embed(table: Floats, ids: Ints, scale: float = 1.0) -> Floats:
     """Rows of a matrix by id, times scale."""
     return table[ids] * np.float32(scale)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quire.ops import _cpu
+from quire.ops import _cpu, reference
 from quire.weights.quant import GGMLType, dequantize, quantize_q8_0
 
 ISAS = ["portable", "avx2", "avx512-vnni"]
@@ -33,7 +33,9 @@ def test_fine_is_exact_to_sixteen_bits(isa: str, cols: int) -> None:
     xs, weight = cpu.array(x), cpu.array(norm[None])
     fine = cpu.linear_fine(xs, packed, weight, 1e-5).numpy()
     coarse = cpu.linear(xs, packed, weight, 1e-5).numpy()
+    plain = reference.linear_fine(x, w.astype(np.float32), norm, 1e-5)
     size = np.abs(expected).mean()
+    assert np.abs(fine - plain).max() < 1e-4 * size
     assert np.abs(fine - expected).max() < 1e-3 * size
     assert np.abs(fine - expected).mean() < np.abs(coarse - expected).mean() / 50
     for i in range(9):

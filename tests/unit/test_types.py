@@ -50,7 +50,15 @@ def test_bad_sizes_are_refused(text: Any) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"threads": 0}, {"n_ctx": -1}, {"page_tokens": 8}, {"device": "cuda"}, {"activations": "f8"}],
+    [
+        {"threads": 0},
+        {"n_ctx": -1},
+        {"page_tokens": 8},
+        {"device": "cuda"},
+        {"activations": "f8"},
+        {"moe_n_expert": 2},
+        {"n_layer_exit": 3},
+    ],
 )
 def test_bad_load_settings_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match=next(iter(settings))):
