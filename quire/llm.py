@@ -56,8 +56,9 @@ class LLM:
             self.tokenizer = Tokenizer.from_metadata(file.metadata, name=str(path))
             self.model = load_model(file, self.ops, settings.type_k, settings.type_v, progress)
         self.budget.reserve(self.model.weight_bytes, "weights")
-        self.n_ctx = settings.n_ctx or self.model.n_ctx_train
         memory = build_memory(self.model.groups, self.budget, settings)
+        room = min(group["pages_free"] for group in memory.stats().values()) * settings.page_tokens
+        self.n_ctx = settings.n_ctx or min(self.model.n_ctx_train, room)
         constrainer = Constrainer(self.tokenizer)
         end_ids = self.tokenizer.eog_ids
         prefix = PrefixCache(

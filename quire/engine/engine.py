@@ -184,5 +184,6 @@ class Engine:
         trained = self.runner.model.n_ctx_train
         return ContextError(
             f"{tokens} tokens do not fit a context of {self.n_ctx} with room for an answer; "
-            f"shorten the prompt, or load with a larger n_ctx (the model was trained for {trained})"
+            f"shorten the prompt, or load with a larger n_ctx or more memory "
+            f"(the model was trained for {trained})"
         )

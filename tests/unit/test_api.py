@@ -203,6 +203,10 @@ def test_small_budgets_preempt_and_finish(path: Path) -> None:
 
 def test_a_sequence_beyond_the_budget_fails_with_the_reason(path: Path) -> None:
     with quire.load(path, kv_cache_tokens=64) as tight:
+        assert tight.n_ctx == 64
+        with pytest.raises(ContextError, match="64"):
+            tight.generate([1] * 100)
+    with quire.load(path, kv_cache_tokens=64, n_ctx=256) as tight:
         with pytest.raises(quire.errors.OutOfMemory, match="kv_cache_tokens"):
             tight.generate([1] * 100)
         assert len(tight.generate([1] * 10, max_tokens=5, ignore_eos=True).token_ids) == 5
