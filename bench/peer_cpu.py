@@ -8,6 +8,7 @@ bench/README.md says what each figure means.
 from __future__ import annotations
 
 import argparse
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -49,7 +50,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--peer-kv-unified", action="store_true", help="one K/V buffer for all sequences"
     )
-    return parser.parse_args()
+    args = parser.parse_args()
+    if not shutil.which(args.peer_python):
+        parser.error(f"{args.peer_python} is no interpreter; bench/README.md says how to make one")
+    return args
 
 
 def _some_of(known: tuple[str, ...]) -> Any:

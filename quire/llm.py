@@ -54,7 +54,10 @@ class LLM:
         with GGUF.open(path) as file:
             self.architecture = architecture_of(file)
             self.tokenizer = Tokenizer.from_metadata(file.metadata, name=str(path))
+            in_file = sum(tensor.nbytes for tensor in file.tensors.values())
+            self.budget.reserve(in_file, "weights")  # too much is refused before it is loaded
             self.model = load_model(file, self.ops, settings.type_k, settings.type_v, progress)
+        self.budget.release(in_file, "weights")
         self.budget.reserve(self.model.weight_bytes, "weights")
         memory = build_memory(self.model.groups, self.budget, settings)
         room = min(group["pages_free"] for group in memory.stats().values()) * settings.page_tokens

@@ -91,10 +91,6 @@ class Matcher:
         """Whether nothing but an end may follow."""
         return bool(self._matcher.is_stopped())
 
-    def fork(self) -> Matcher:
-        """The same place, to go on from separately."""
-        return Matcher(self._matcher.deep_copy(), self._words * 32)
-
     def _raise_error(self) -> None:
         if self._matcher.is_error():
             raise RequestError(f"the constraint failed: {self._matcher.get_error()}")
