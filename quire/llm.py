@@ -59,7 +59,7 @@ class LLM:
             self.model = load_model(file, self.ops, settings.type_k, settings.type_v, progress)
         self.budget.release(in_file, "weights")
         self.budget.reserve(self.model.weight_bytes, "weights")
-        memory = build_memory(self.model.groups, self.budget, settings)
+        memory = build_memory(self.model.groups, self.budget, settings, self.model.kernels)
         room = min(group["pages_free"] for group in memory.stats().values()) * settings.page_tokens
         self.n_ctx = settings.n_ctx or min(self.model.n_ctx_train, room)
         constrainer = Constrainer(self.tokenizer)

@@ -25,6 +25,8 @@ class Mark:
     tokens: tuple[int, ...]
     computed: int
     logits: NDArray[np.float32] | None
+    moved: bool
+    """Whether tokens had been taken out of the middle."""
 
 
 class Session:
@@ -97,13 +99,15 @@ class Session:
         sequence = self._live()
         name = self._llm.engine.memory.checkpoint_save(sequence.id)
         self._marks.append(name)
-        return Mark(name, tuple(sequence.tokens), sequence.computed, sequence.logits)
+        return Mark(
+            name, tuple(sequence.tokens), sequence.computed, sequence.logits, sequence.moved
+        )
 
     def rewind(self, to: Mark | int) -> Session:
         """Back to a mark, or by a negative number of tokens."""
         sequence = self._live()
         if isinstance(to, Mark):
-            self._llm.engine.restore(sequence, to.name, to.tokens, to.computed)
+            self._llm.engine.restore(sequence, to.name, to.tokens, to.computed, to.moved)
             sequence.logits = to.logits
         elif -len(sequence.tokens) <= to < 0:
             self._llm.engine.truncate(sequence, len(sequence.tokens) + to)
@@ -111,6 +115,20 @@ class Session:
             raise RequestError(
                 f"rewind takes a mark, or -1 to -{len(sequence.tokens)} tokens here, not {to!r}"
             )
+        return self
+
+    def remove(self, start: int, stop: int) -> Session:
+        """Takes tokens out of the middle; the rest moves up and is not computed again.
+
+        What comes later keeps what it saw of them. It frees room in a context that is full.
+        """
+        sequence = self._live()
+        self._compute()
+        if not 0 <= start < stop <= len(sequence.tokens) or stop - start == len(sequence.tokens):
+            raise RequestError(
+                f"remove takes a part of the {len(sequence.tokens)} tokens, not {start} to {stop}"
+            )
+        self._llm.engine.remove(sequence, start, stop)
         return self
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from quire.engine.sampling import choose, make_sampler, verify
 from quire.engine.scheduler import Scheduler
 from quire.engine.sequence import Accepted, Generation, Sequence
 from quire.errors import ContextError, RequestError
-from quire.memory.interface import Memory, SeqTokens
+from quire.memory.interface import Memory, SeqTokens, Status
 from quire.types import Request, StepOutput
 
 
@@ -62,7 +62,7 @@ class Engine:
         twin = Sequence(self.memory.seq_new(), sequence.tokens)
         self.memory.seq_cp(sequence.id, twin.id, 0, -1)
         twin.computed, twin.logits = sequence.computed, sequence.logits
-        twin.salt = sequence.salt
+        twin.salt, twin.moved = sequence.salt, sequence.moved
         self.prefix.track(twin)
         return twin
 
@@ -92,11 +92,45 @@ class Engine:
             sequence.computed, sequence.logits = length, None
         self.prefix.track(sequence)
 
-    def restore(self, sequence: Sequence, name: str, tokens: Seq[int], computed: int) -> None:
+    def remove(self, sequence: Sequence, start: int, stop: int) -> None:
+        """Takes computed tokens out of the middle; those behind move up, rotated, in place."""
+        behind = stop < len(sequence.tokens)
+        if behind:
+            self.memory.check_add(sequence.id, stop, -1, start - stop)
+        if not self.memory.seq_rm(sequence.id, start, stop):
+            raise RequestError(
+                f"tokens {start} to {stop} cannot be taken out: the model's memory has them in a "
+                "state or has passed them; rewind and append the rest instead"
+            )
+        del sequence.tokens[start:stop]
+        sequence.computed -= stop - start
+        sequence.logits = None
+        if behind:
+            self.memory.seq_add(sequence.id, stop, -1, start - stop)
+            self._update(optimize=True)
+            sequence.moved = True
+        self.prefix.track(sequence)
+
+    def _update(self, optimize: bool) -> None:
+        """Does what memory has pending, with room made where it needs some."""
+        while True:
+            with self.memory.init_update(optimize) as update:
+                if update.status is Status.SUCCESS:
+                    update.apply()
+                    return
+                if not update.status.is_fail:
+                    return
+            if not self.prefix.evict_one():
+                assert update.error is not None
+                raise update.error
+
+    def restore(
+        self, sequence: Sequence, name: str, tokens: Seq[int], computed: int, moved: bool = False
+    ) -> None:
         """Makes a sequence what a checkpoint holds."""
         self.memory.checkpoint_restore(sequence.id, name)
         sequence.tokens[:] = tokens
-        sequence.computed, sequence.logits = computed, None
+        sequence.computed, sequence.logits, sequence.moved = computed, None, moved
         self.prefix.track(sequence)
 
     def start(self, sequence: Sequence, request: Request) -> list[StepOutput]:

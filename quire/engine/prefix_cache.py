@@ -25,7 +25,7 @@ class PrefixCache:
 
         The last token is always computed, for its logits.
         """
-        busy = [o for o in others if o.salt == sequence.salt and o.pending > 1]
+        busy = [o for o in others if o.salt == sequence.salt and o.pending > 1 and not o.moved]
         shared = [(_in_common(sequence, other), other) for other in busy]
         length, source = max(shared, key=lambda found: found[0], default=(0, sequence))
         if length >= self.index.page_tokens and length > source.computed:
@@ -46,7 +46,7 @@ class PrefixCache:
         """Follows a step: running sequences grow, and the ends of prompts are kept."""
         for one in accepted:
             sequence = one.sequence
-            if one.token is None:
+            if one.token is None or sequence.moved:
                 continue
             self.index.extend(sequence.id, (one.token,))
             if one.kept > 1 or sequence.computed == one.kept:  # that was the end of a prompt
@@ -54,11 +54,14 @@ class PrefixCache:
 
     def track(self, sequence: Sequence) -> None:
         """The tokens of a sequence changed other than by a step."""
-        self.index.track(sequence.id, sequence.tokens, sequence.salt)
+        if sequence.moved:  # its tokens saw others that are gone, so nobody else may have them
+            self.index.untrack(sequence.id)
+        else:
+            self.index.track(sequence.id, sequence.tokens, sequence.salt)
 
     def leave(self, sequence: Sequence) -> None:
         """A sequence ends: what it holds is kept for others."""
-        if sequence.computed and sequence.error is None:
+        if sequence.computed and sequence.error is None and not sequence.moved:
             self._insert(sequence)
         self.index.untrack(sequence.id)
 

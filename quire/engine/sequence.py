@@ -50,6 +50,7 @@ class Sequence:
         self.computed = 0
         self.logits: NDArray[np.float32] | None = None
         self.salt = ""
+        self.moved = False  # whether tokens were taken out of its middle
         self.cached = 0  # tokens of the current request that were in memory when it came
         self.waits_for: tuple[Sequence, int] | None = None  # who computes our first tokens too
         self.generation: Generation | None = None

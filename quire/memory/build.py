@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from quire.errors import ModelError, RequestError
@@ -13,6 +14,7 @@ from quire.memory.interface import Memory
 from quire.memory.layout import AttentionLayout, GroupSpec, KVType
 from quire.memory.recurrent import RecurrentMemory
 from quire.memory.state_layout import Fold, RecurrentSpec, StateLayout
+from quire.memory.update import Move, Rotate
 from quire.memory.window import WindowMemory
 
 
@@ -33,32 +35,48 @@ class MemorySettings(Protocol):
     def swa_full(self) -> bool: ...
 
 
+@dataclass(frozen=True)
+class GroupKernels:
+    """What the device can do with the pages of one group, besides computing tokens with them.
+
+    Without `rotate` positions cannot move, without `move` holes are not closed; a recurrent group
+    needs `fold`.
+    """
+
+    rotate: Rotate | None = None
+    move: Move | None = None
+    fold: Fold | None = None
+
+
 def build_memory(
     groups: Sequence[GroupSpec | RecurrentSpec], budget: Budget, settings: MemorySettings,
-    fold: Fold | None = None,
+    kernels: Mapping[str, GroupKernels],
 ) -> Memory:  # fmt: skip
-    """The memory of a model with these groups; recurrent ones need the kernel that folds logs."""
+    """The memory of a model with these groups, and kernels by the names of groups."""
     if not groups:
         raise ModelError("the model declares no groups, so there is nothing to remember with")
     if not settings.kv_cache_demand_paged:
         _check_up_front(groups, settings)
-    parts = [_part(group, budget, settings, fold) for group in groups]
+    none = GroupKernels()
+    parts = [_part(group, budget, settings, kernels.get(group.name, none)) for group in groups]
     return parts[0] if len(parts) == 1 else HybridMemory(parts)
 
 
 def _part(
-    group: GroupSpec | RecurrentSpec, budget: Budget, settings: MemorySettings, fold: Fold | None
-) -> Memory:
+    group: GroupSpec | RecurrentSpec, budget: Budget, settings: MemorySettings,
+    kernels: GroupKernels,
+) -> Memory:  # fmt: skip
     if group.kind == "recurrent":
-        if fold is None:
+        if kernels.fold is None:
             raise ModelError(f"group {group.name!r} is recurrent; the model gives no way to fold")
-        return RecurrentMemory(StateLayout(group), budget, fold)
+        return RecurrentMemory(StateLayout(group), budget, kernels.fold)
     type_k, type_v = KVType(settings.type_k), KVType(settings.type_v)
     layout = AttentionLayout(group, type_k, type_v, settings.page_tokens)
     tokens, demand_paged = settings.kv_cache_tokens, settings.kv_cache_demand_paged
+    common = (layout, budget, tokens, demand_paged, kernels.rotate, kernels.move)
     if group.kind == "window":
-        return WindowMemory(layout, budget, tokens, demand_paged, swa_full=settings.swa_full)
-    return AttentionMemory(layout, budget, tokens, demand_paged)
+        return WindowMemory(*common, swa_full=settings.swa_full)
+    return AttentionMemory(*common)
 
 
 def _check_up_front(groups: Sequence[GroupSpec | RecurrentSpec], settings: MemorySettings) -> None:

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.errors import ModelError
+from quire.memory.build import GroupKernels
 from quire.memory.layout import GroupSpec
 from quire.models.loader import Loader
+from quire.models.page_kernels import attention_kernels
 from quire.models.rope import read_rope
 from quire.ops import SILU_MUL, Array, Heads, Matrix, Ops, Rope
 from quire.ops.batch import Batch
@@ -157,6 +159,11 @@ class DenseModel:
             ),
             down=load.matrix(c.ffn_width, (f"{at}ffn_down.weight", c.width)),
         )
+
+    @property
+    def kernels(self) -> dict[str, GroupKernels]:
+        """What the device can do with pages, by group."""
+        return {GROUP: attention_kernels(self.ops, self.layers[0].heads, self._rope)}
 
     @property
     def weight_bytes(self) -> int:

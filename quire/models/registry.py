@@ -6,6 +6,7 @@ import importlib
 from typing import Protocol
 
 from quire.errors import ModelError
+from quire.memory.build import GroupKernels
 from quire.memory.layout import GroupSpec
 from quire.models.loader import Loader, ProgressFn, TensorCheck, TensorLoader
 from quire.ops import Array, Ops
@@ -22,6 +23,8 @@ class Model(Protocol):
     n_ctx_train: int
     groups: tuple[GroupSpec, ...]
     weight_bytes: int
+    kernels: dict[str, GroupKernels]
+    """What the device can do with pages, by group."""
 
     def forward(self, batch: Batch) -> Array:
         """Logits of the batch's `logit_rows`."""

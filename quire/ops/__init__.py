@@ -108,6 +108,19 @@ class Ops(Protocol):
     ) -> Array:
         """Rotates q and k, stores k and v in their pages and attends; qkv is used up."""
 
+    def rotate_pages(
+        self, heads: Any, rope: Any, address: int, page_bytes: int, page_tokens: int,
+        pages: NDArray[np.int32], deltas: NDArray[np.int32], k_offsets: NDArray[np.int64],
+    ) -> None:  # fmt: skip
+        """Turns stored keys on by deltas[i, slot] positions in each of these pages."""
+
+    def move_tokens(
+        self, heads: Any, from_page: int, to_page: int, page_bytes: int, page_tokens: int,
+        from_slots: NDArray[np.int32], to_slots: NDArray[np.int32],
+        k_offsets: NDArray[np.int64], v_offsets: NDArray[np.int64],
+    ) -> None:  # fmt: skip
+        """Copies tokens from slots of one page, by address, to slots of another."""
+
     def sampler(self, *settings: Any) -> Any:
         """A sampler for one generation; it counts the tokens that penalties are about."""
 

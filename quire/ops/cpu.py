@@ -27,6 +27,8 @@ class CpuOps:
         self.take_rows: Any = cpu.take_rows
         self.rope_table: Any = cpu.rope_table
         self.attention: Any = cpu.attention
+        self.rotate_pages: Any = cpu.rotate_pages
+        self.move_tokens: Any = cpu.move_tokens
         self.sample: Any = cpu.sample
         self.logprobs: Any = cpu.logprobs
 

@@ -820,7 +820,7 @@ class Settings:
 
 def test_memory_is_built_from_what_a_model_declares() -> None:
     spec = GroupSpec("full", "attention", (0, 1), 2, 64, 64)
-    memory = build_memory([spec], Budget(1 << 24), Settings())
+    memory = build_memory([spec], Budget(1 << 24), Settings(), {})
     assert isinstance(memory, AttentionMemory)
     assert memory.pool.max_pages == 7
     assert memory.layout.bytes_per_token == 2 * 2 * (68 + 128)

@@ -25,6 +25,7 @@ from quire.memory import build_memory
 from quire.memory.attention import AttentionMemory
 from quire.memory.audit import AuditError
 from quire.memory.budget import Budget
+from quire.memory.build import GroupKernels
 from quire.memory.hybrid import HybridMemory
 from quire.memory.interface import Memory, Status
 from quire.memory.layout import GroupSpec
@@ -194,12 +195,13 @@ class Settings:
 FULL = GroupSpec("full", "attention", (0, 3), 2, 64, 64)
 LOCAL = GroupSpec("local", "window", (1,), 2, 64, 64, window=128)
 DELTA = RecurrentSpec("delta", (2, 3), 4096, 256)
+KERNELS = {"delta": GroupKernels(fold=fake_kinds.fold)}
 
 
 def test_memory_is_built_from_what_a_model_declares() -> None:
     budget = Budget(1 << 24)
     settings = Settings(kv_cache_tokens=1000, swa_full=True)
-    memory = build_memory([FULL, LOCAL, DELTA], budget, settings, fold=fake_kinds.fold)
+    memory = build_memory([FULL, LOCAL, DELTA], budget, settings, KERNELS)
     assert isinstance(memory, HybridMemory)
     full, local, delta = memory.parts
     assert type(full) is AttentionMemory and full.pool.max_pages == 63
@@ -209,25 +211,25 @@ def test_memory_is_built_from_what_a_model_declares() -> None:
     assert {id(pool.budget) for pool in pools(memory)} == {id(budget)}
     groups: list[GroupSpec | RecurrentSpec] = [FULL, LOCAL, DELTA]
     for group, kind in zip(groups, (AttentionMemory, WindowMemory, RecurrentMemory), strict=True):
-        alone = build_memory([group], Budget(1 << 24), Settings(), fake_kinds.fold)
+        alone = build_memory([group], Budget(1 << 24), Settings(), KERNELS)
         assert type(alone) is kind
         assert not isinstance(alone, WindowMemory) or not alone.swa_full
 
 
 def test_what_cannot_be_built_is_said() -> None:
     with pytest.raises(ModelError, match="no groups"):
-        build_memory([], Budget(1 << 24), Settings())
+        build_memory([], Budget(1 << 24), Settings(), {})
     with pytest.raises(ModelError, match=r"'delta' is recurrent.*fold"):
-        build_memory([FULL, DELTA], Budget(1 << 24), Settings())
+        build_memory([FULL, DELTA], Budget(1 << 24), Settings(), {})
     up_front = Settings(kv_cache_demand_paged=False)
     with pytest.raises(RequestError, match=r"'full', 'local'.*set kv_cache_tokens"):
-        build_memory([FULL, LOCAL], Budget(1 << 24), up_front)
+        build_memory([FULL, LOCAL], Budget(1 << 24), up_front, {})
     with pytest.raises(RequestError, match="how many states group 'delta'"):
-        build_memory([DELTA], Budget(1 << 24), up_front, fake_kinds.fold)
+        build_memory([DELTA], Budget(1 << 24), up_front, KERNELS)
 
 
 def test_several_pools_can_be_taken_up_front() -> None:
     budget = Budget(1 << 24)
     settings = Settings(kv_cache_tokens=320, kv_cache_demand_paged=False)
-    memory = build_memory([FULL, LOCAL], budget, settings)
+    memory = build_memory([FULL, LOCAL], budget, settings, {})
     assert budget.used == sum(20 * pool.page_bytes for pool in pools(memory))

@@ -434,6 +434,30 @@ def test_turned_keys_attend_as_if_stored_there() -> None:
     np.testing.assert_allclose(got, want[32:], atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_moved_tokens_are_the_same_tokens_elsewhere(kind: str) -> None:
+    rig = Rig(Heads(2, 2, 64, 32, scale=1.0), kind, kind, 32, n_pages=8)
+    rig.run(cpu(), rig.pages([(0, 60)]), values(rig, 60))
+    source, target = rig.memory[rig.tables[0][0]], rig.memory[7]
+    before = target.copy()
+    there = np.array([3, 31, 16, 0], np.int32)
+    here = np.array([0, 15, 16, 31], np.int32)
+    layer = rig.layer
+    cpu().move_tokens(
+        rig.spec(cpu()), source.ctypes.data, target.ctypes.data, rig.memory.shape[1], 32, there,
+        here, np.array([layer.k_offset]), np.array([layer.v_offset]),
+    )  # fmt: skip
+    for load, offset, dims in (
+        (reference.load_keys, layer.k_offset, 64),
+        (reference.load_values, layer.v_offset, 32),
+    ):
+        part = slice(offset, offset + 2 * 32 * reference.kv_row_bytes(kind, dims))
+        got, old = load(target[part], kind, 2, dims), load(before[part], kind, 2, dims)
+        np.testing.assert_array_equal(got[here], load(source[part], kind, 2, dims)[there])
+        others = np.setdiff1d(np.arange(32), here)
+        np.testing.assert_array_equal(got[others], old[others])
+
+
 def test_rope_table_of_far_positions() -> None:
     rope = full_rope(64, mscale=1.5)
     positions = np.array([0, 1, 131071, 10_000_000], np.int32)

@@ -9,6 +9,7 @@
 
 #include "bind.h"
 #include "cpu.h"
+#include "move.h"
 #include "pages.h"
 
 namespace nb = nanobind;
@@ -235,6 +236,30 @@ void rotate_pages(Cpu& cpu, const AttentionSpec& spec, const Rope& rope, int64_t
     });
 }
 
+void move_tokens(Cpu& cpu, const AttentionSpec& spec, int64_t from_page, int64_t to_page, int64_t page_bytes,
+                 int page_tokens, Ints from_slots, Ints to_slots, Longs k_offsets, Longs v_offsets) {
+    const int64_t n = int64_t(from_slots.shape(0)), layers = int64_t(k_offsets.shape(0));
+    need(page_tokens > 0 && page_tokens % BLOCK == 0, "move_tokens: page_tokens must be a multiple of 16");
+    need(int64_t(to_slots.shape(0)) == n && int64_t(v_offsets.shape(0)) == layers,
+         "move_tokens: each token needs a slot to go to, and each layer K and V");
+    for (int64_t i = 0; i < n; i++)
+        for (int32_t slot : {from_slots.data()[i], to_slots.data()[i]})
+            need(slot >= 0 && slot < page_tokens, "move_tokens: a page of ", page_tokens, " has no slot ", slot);
+    for (int64_t l = 0; l < layers; l++)
+        check_parts(spec, page_bytes, page_tokens, k_offsets.data()[l], v_offsets.data()[l]);
+    const char* from = reinterpret_cast<const char*>(from_page);
+    char* to = reinterpret_cast<char*>(to_page);
+    nb::gil_scoped_release released;
+    cpu.pool.parallel(layers, 1, [&](int64_t begin, int64_t end, int) {
+        for (int64_t l = begin; l < end; l++) {
+            const int64_t k = k_offsets.data()[l], v = v_offsets.data()[l];
+            for (int64_t i = 0; i < n; i++)
+                move_token(spec.shape, page_tokens, from + k, to + k, from + v, to + v, from_slots.data()[i],
+                           to_slots.data()[i]);
+        }
+    });
+}
+
 }  // namespace
 
 void bind_attention(nb::module_& m) {
@@ -265,7 +290,10 @@ void bind_attention(nb::module_& m) {
              "rope_table"_a.none() = nb::none(),
              "The same for a layer that reads another layer's keys and values; q is used up.")
         .def("rotate_pages", &rotate_pages, "spec"_a, "rope"_a, "address"_a, "page_bytes"_a, "page_tokens"_a,
-             "pages"_a, "deltas"_a, "k_offsets"_a, "Turns stored keys on by a number of positions per slot.");
+             "pages"_a, "deltas"_a, "k_offsets"_a, "Turns stored keys on by a number of positions per slot.")
+        .def("move_tokens", &move_tokens, "spec"_a, "from_page"_a, "to_page"_a, "page_bytes"_a, "page_tokens"_a,
+             "from_slots"_a, "to_slots"_a, "k_offsets"_a, "v_offsets"_a,
+             "Copies tokens from slots of one page, by address, to slots of another.");
 }
 
 }  // namespace quire
