@@ -11,7 +11,8 @@
     │   └── ContextError     the prompt and its answer do not fit the context
     ├── OutOfMemory         bytes or pages ran out
     │   ├── BudgetError      the byte budget cannot hold it
-    │   └── PagesError       no page is free
+    │   ├── PagesError       no page is free
+    │   └── TierError        pages cannot be moved to host memory or disk, or back
     └── FetchError           a model could not be fetched
 
 A message names the thing, what it needs, what there is, and what to do.
@@ -32,6 +33,7 @@ __all__ = [
     "RequestError",
     "SessionFileError",
     "TemplateError",
+    "TierError",
     "TokenizerError",
 ]
 
@@ -82,6 +84,10 @@ class BudgetError(OutOfMemory):
 
 class PagesError(OutOfMemory):
     """No page is free."""
+
+
+class TierError(OutOfMemory):
+    """Pages cannot be moved out of memory or back: the tier is full, or the disk fails."""
 
 
 class FetchError(QuireError):

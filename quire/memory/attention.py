@@ -54,10 +54,19 @@ class AttentionMemory(SequenceMemory[Table]):
 
     # -- steps ----------------------------------------------------------------------------------
 
-    def demand(self, counts: Sequence[tuple[int, int]]) -> list[tuple[PagePool, int]]:
+    def _demand(self, counts: Sequence[tuple[int, int]]) -> list[tuple[PagePool, int]]:
         empty = self._empty()
         wanted = ((seq, self._tables.get(seq, empty), count) for seq, count in counts)
         return [(self.pool, plan_growth(self.pool, wanted)[1])]
+
+    def _most_growth(self, table: Table, count: int) -> list[tuple[PagePool, int]]:
+        return [(self.pool, self.layout.pages_for(table.length + count) - table.n_pages + 1)]
+
+    def _repaged(self, table: Table, pages: list[Int32]) -> Table:
+        twin = table.copy()
+        for index, page in enumerate(pages[0].tolist()):
+            twin.replace_page(index, page)
+        return twin
 
     def room_for_draft(self, seq: int) -> int:
         return MAX_POSITION
@@ -179,7 +188,7 @@ class AttentionMemory(SequenceMemory[Table]):
         return inside, target.astype(np.int32)
 
     def seq_pos_min(self, seq: int) -> int:
-        table = self._tables.get(seq)
+        table = self._known(seq)
         if table is None or table.length == 0:
             return -1
         positions = table.positions
@@ -188,7 +197,9 @@ class AttentionMemory(SequenceMemory[Table]):
     # -- figures --------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, GroupStats]:
-        return {self.layout.spec.name: group_stats(self.layout, self.pool, self._held_tables())}
+        parked = self._kept_parked(self.pool)
+        held = self._held_tables()
+        return {self.layout.spec.name: group_stats(self.layout, self.pool, held, parked)}
 
     def _held_pages(self, pool: PagePool, table: Table) -> tuple[Int32, Int32]:
         return table.pages, table.seen()

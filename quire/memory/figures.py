@@ -38,13 +38,21 @@ def breakdown(
     return parts
 
 
-def group_stats(layout: AttentionLayout, pool: PagePool, held: Collection[Table]) -> GroupStats:
-    """Figures of a group, given every table that holds pages of it."""
+def group_stats(
+    layout: AttentionLayout, pool: PagePool, held: Collection[Table],
+    parked: Collection[tuple[Int32, Int32]],
+) -> GroupStats:  # fmt: skip
+    """Figures of a group, given every table that holds pages of it.
+
+    Of parked sequences it takes the pages that stayed, and how many slots of each they see.
+    """
     top = int(pool.live_pages.max(initial=-1)) + 1
     visible = np.zeros((top, layout.page_tokens), bool)
     for table in held:
         visible[table.pages] |= table.by_page(table.position_array() != HOLE)
-    unshared = sum(table.n_pages for table in held)
+    for pages, seen in parked:
+        visible[pages] |= np.arange(layout.page_tokens) < seen[:, None]
+    unshared = sum(table.n_pages for table in held) + sum(len(pages) for pages, _ in parked)
     tokens = int(visible.sum())
     return pool_stats(pool, layout.page_tokens, layout.bytes_per_token, tokens, unshared)
 

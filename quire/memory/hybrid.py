@@ -17,6 +17,7 @@ from quire.memory.interface import (
     MemoryContext,
     MicroBatch,
     PageView,
+    Returning,
     SeqTokens,
     Status,
     status_combine,
@@ -24,6 +25,7 @@ from quire.memory.interface import (
 from quire.memory.lease import AppendLease, BatchContext, FullContext
 from quire.memory.pool import PagePool
 from quire.memory.state_layout import StateView
+from quire.memory.tiers import Tier
 
 
 class HybridMemory(Memory):
@@ -169,6 +171,35 @@ class HybridMemory(Memory):
     def seq_pos_max(self, seq: int) -> int:
         return self.parts[0].seq_pos_max(seq)
 
+    # -- tiers ----------------------------------------------------------------------------------
+
+    def park_bytes(self, seq: int) -> int:
+        return sum(part.park_bytes(seq) for part in self.parts)
+
+    def park(self, seq: int, tier: Tier) -> None:
+        self.check_idle()
+        done: list[Memory] = []
+        try:
+            for part in self.parts:
+                part.park(seq, tier)
+                done.append(part)
+        except BaseException:
+            for part in done:
+                part.unpark(seq)  # the pages it needs were freed just now
+            raise
+
+    def returning(self, seq: int) -> Returning:
+        self.check_idle()
+        ready: list[Returning] = []
+        try:
+            for part in self.parts:
+                ready.append(part.returning(seq))
+        except BaseException:
+            for returning in ready:
+                returning.cancel()
+            raise
+        return HybridReturning(ready)
+
     # -- checkpoints ----------------------------------------------------------------------------
 
     def checkpoint_supported(self) -> bool:
@@ -267,6 +298,21 @@ class HybridAppends(Appends):
     def close(self) -> None:
         for part in self._parts:
             part.close()
+
+
+class HybridReturning(Returning):
+    """A sequence on its way back into all parts."""
+
+    def __init__(self, parts: list[Returning]) -> None:
+        self._parts = parts
+
+    def finish(self) -> None:
+        for part in self._parts:
+            part.finish()
+
+    def cancel(self) -> None:
+        for part in self._parts:
+            part.cancel()
 
 
 class HybridUpdate(MemoryContext):

@@ -16,6 +16,7 @@ from typing import NamedTuple, Self, TypedDict
 from quire.memory.layout import AttentionLayout, Int32
 from quire.memory.pool import PagePool, fit_together
 from quire.memory.state_layout import StateView
+from quire.memory.tiers import Tier
 
 
 class Status(Enum):
@@ -226,6 +227,18 @@ class Lease(ABC):
         self.abort()
 
 
+class Returning(ABC):
+    """A parked sequence on its way back: everything is in place, nothing has changed yet."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """It is back, and its room in the tier is free."""
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """It stays parked."""
+
+
 class Memory(ABC):
     """What all kinds of memory can do."""
 
@@ -252,7 +265,10 @@ class Memory(ABC):
 
     @abstractmethod
     def demand(self, counts: Sequence[tuple[int, int]]) -> list[tuple[PagePool, int]]:
-        """The pages that reserving (sequence, number of new tokens) takes, by pool."""
+        """The pages that reserving (sequence, number of new tokens) takes, by pool.
+
+        For a parked sequence it is a bound: the pages it takes to bring it back are in it.
+        """
 
     @abstractmethod
     def room_for_draft(self, seq: int) -> int:
@@ -338,6 +354,22 @@ class Memory(ABC):
     @abstractmethod
     def seq_pos_max(self, seq: int) -> int:
         """The largest position a sequence holds, -1 when it is empty."""
+
+    @abstractmethod
+    def park_bytes(self, seq: int) -> int:
+        """Bytes that parking a sequence would move and free: what nobody else holds."""
+
+    @abstractmethod
+    def park(self, seq: int, tier: Tier) -> None:
+        """Moves a sequence's own pages to a tier; until `unpark` it only has positions."""
+
+    def unpark(self, seq: int) -> None:
+        """Brings a parked sequence back; or an error, and it stays parked."""
+        self.returning(seq).finish()
+
+    @abstractmethod
+    def returning(self, seq: int) -> Returning:
+        """A parked sequence with its pages read back, about to be unparked."""
 
     @abstractmethod
     def checkpoint_supported(self) -> bool:

@@ -51,7 +51,7 @@ class RecurrentMemory(SequenceMemory[StateTable]):
 
     # -- steps ----------------------------------------------------------------------------------
 
-    def demand(self, counts: Sequence[tuple[int, int]]) -> list[tuple[PagePool, int]]:
+    def _demand(self, counts: Sequence[tuple[int, int]]) -> list[tuple[PagePool, int]]:
         needs = [
             self._pools.need(seq, self._tables.get(seq, self._empty()), [count])
             for seq, count in counts
@@ -60,6 +60,13 @@ class RecurrentMemory(SequenceMemory[StateTable]):
             (self.states, sum(states for states, _ in needs)),
             (self.logs, sum(logs for _, logs in needs)),
         ]
+
+    def _most_growth(self, table: StateTable, count: int) -> list[tuple[PagePool, int]]:
+        return [(self.states, 1), (self.logs, 1)]
+
+    def _repaged(self, table: StateTable, pages: list[Int32]) -> StateTable:
+        states, logs = (int(ids[0]) if len(ids) else -1 for ids in pages)
+        return StateTable(states, table.position, logs, table.log_length)
 
     def room_for_draft(self, seq: int) -> int:
         return self.layout.log_tokens  # where they do not fit, the log is folded first
@@ -166,7 +173,7 @@ class RecurrentMemory(SequenceMemory[StateTable]):
 
     def seq_pos_min(self, seq: int) -> int:
         """The state stands for its last token; those before cannot be returned to."""
-        table = self._tables.get(seq)
+        table = self._known(seq)
         if table is None or table.length == 0:
             return -1
         return max(table.position - 1, 0)
@@ -175,22 +182,21 @@ class RecurrentMemory(SequenceMemory[StateTable]):
 
     def stats(self) -> dict[str, GroupStats]:
         """Figures by pool; in that of the states, a token is a state."""
-        spec, held = self.layout.spec, self._held_tables()
-        seen: dict[int, int] = {}
-        for table in held:
-            if table.log >= 0:
-                seen[table.log] = max(seen.get(table.log, 0), table.log_length)
+        spec = self.layout.spec
         n = len(spec.layers)
-        states = [table.state for table in held if table.state >= 0]
-        n_logs = sum(table.log >= 0 for table in held)
         return {
-            self.states.name: pool_stats(
-                self.states, 1, n * spec.state_bytes, len(set(states)), len(states)
-            ),
-            self.logs.name: pool_stats(
-                self.logs, spec.log_tokens, n * spec.log_bytes, sum(seen.values()), n_logs
-            ),
+            self.states.name: self._pool_stats(self.states, 1, n * spec.state_bytes),
+            self.logs.name: self._pool_stats(self.logs, spec.log_tokens, n * spec.log_bytes),
         }
+
+    def _pool_stats(self, pool: PagePool, page_tokens: int, token_bytes: int) -> GroupStats:
+        holdings = self._holdings(pool)
+        seen: dict[int, int] = {}
+        for pages, slots in holdings:
+            for page, n in zip(pages.tolist(), slots.tolist(), strict=True):
+                seen[page] = max(seen.get(page, 0), n)
+        unshared = sum(len(pages) for pages, _ in holdings)
+        return pool_stats(pool, page_tokens, token_bytes, sum(seen.values()), unshared)
 
     def _held_pages(self, pool: PagePool, table: StateTable) -> tuple[Int32, Int32]:
         if pool is self.states:

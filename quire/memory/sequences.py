@@ -15,10 +15,12 @@ from quire.memory.append import SetAside
 from quire.memory.audit import AuditError, Holder, audit_pool
 from quire.memory.checkpoint import Checkpoint, Checkpoints
 from quire.memory.figures import breakdown
-from quire.memory.interface import Appends, Lease, Memory, MemoryContext, SeqTokens
+from quire.memory.interface import Appends, Lease, Memory, MemoryContext, Returning, SeqTokens
 from quire.memory.layout import Int32
 from quire.memory.lease import AppendLease, BatchContext
+from quire.memory.parking import Parked, TableReturning, own_pages, store_pages
 from quire.memory.pool import PagePool
+from quire.memory.tiers import Tier
 
 MAX_POSITION = 2**31 - 2
 """Kernels number positions with int32, and the next one has to be a number too."""
@@ -53,6 +55,7 @@ class SequenceMemory(Memory, Generic[T]):
         self.pools = pools
         self.checkpoints: Checkpoints[T] = Checkpoints()
         self._tables: dict[int, T] = {}
+        self._parked: dict[int, Parked[T]] = {}
         self._open: tuple[SetAside, ...] = ()
 
     # -- what a kind has to say -----------------------------------------------------------------
@@ -99,6 +102,18 @@ class SequenceMemory(Memory, Generic[T]):
     def _faults(self, table: T) -> list[str]:
         """What is wrong with a table by itself."""
 
+    @abstractmethod
+    def _repaged(self, table: T, pages: list[Int32]) -> T:
+        """A table that lies in other pages, given those of each pool."""
+
+    @abstractmethod
+    def _most_growth(self, table: T, count: int) -> list[tuple[PagePool, int]]:
+        """Pages of each pool that so many new tokens take at most."""
+
+    @abstractmethod
+    def _demand(self, counts: Sequence[tuple[int, int]]) -> list[tuple[PagePool, int]]:
+        """`demand` of sequences that are not parked."""
+
     def _check_ready(self, seq: int, table: T) -> None:
         """Refuses to append to a table that is not ready for it."""
 
@@ -115,13 +130,31 @@ class SequenceMemory(Memory, Generic[T]):
 
     @property
     def seqs(self) -> list[int]:
-        return sorted(self._tables)
+        return sorted([*self._tables, *self._parked])
 
     def table(self, seq: int) -> T:
         """What a sequence holds; to read, not to change."""
+        self._check_here(seq)
         if seq not in self._tables:
             raise RequestError(f"there is no sequence {seq}; there are {self.seqs}")
         return self._tables[seq]
+
+    def _check_here(self, seq: int) -> None:
+        if seq in self._parked:
+            raise RequestError(f"sequence {seq} is parked; unpark it first")
+
+    def _known(self, seq: int) -> T | None:
+        """The table of a sequence, to read positions from, be it parked or not."""
+        parked = self._parked.get(seq)
+        return parked.table if parked else self._tables.get(seq)
+
+    def demand(self, counts: Sequence[tuple[int, int]]) -> list[tuple[PagePool, int]]:
+        whole = self._demand([(seq, n) for seq, n in counts if seq not in self._parked])
+        for seq, count in counts:
+            if parked := self._parked.get(seq):
+                whole += [(part.pool, part.n_moved) for part in parked.parts]
+                whole += self._most_growth(parked.table, count)
+        return _by_pool(whole)
 
     def check_idle(self) -> None:
         if self._open:
@@ -131,6 +164,7 @@ class SequenceMemory(Memory, Generic[T]):
         self.check_idle()
         created = []
         for seq, _ in chain.from_iterable(parts):
+            self._check_here(seq)
             table = self._tables.get(seq)
             if table is not None:
                 self._check_ready(seq, table)
@@ -168,6 +202,8 @@ class SequenceMemory(Memory, Generic[T]):
         for table in self._held_tables():
             self._let_go(table)
         self._tables.clear()
+        for seq in list(self._parked):
+            self._drop_parked(seq)
         self.checkpoints.by_name.clear()
         for pool in self.pools:
             pool.trim()
@@ -176,7 +212,8 @@ class SequenceMemory(Memory, Generic[T]):
 
     def seq_new(self) -> int:
         self.check_idle()
-        seq = next(i for i in range(len(self._tables) + 1) if i not in self._tables)
+        taken = set(self.seqs)
+        seq = next(i for i in range(len(taken) + 1) if i not in taken)
         self._tables[seq] = self._empty()
         return seq
 
@@ -184,6 +221,7 @@ class SequenceMemory(Memory, Generic[T]):
         self.check_idle()
         if seq < 0:
             raise RequestError(f"sequence ids start at 0; {seq} cannot be freed")
+        self._drop_parked(seq)
         if seq in self._tables:
             self._let_go(self._tables.pop(seq))
             self._trim()
@@ -192,6 +230,9 @@ class SequenceMemory(Memory, Generic[T]):
         self.check_idle()
         if not self.can_rm(seq, p0, p1):
             return False
+        for gone in self._parked_in(seq):
+            self._drop_parked(gone)
+            self._tables[gone] = self._empty()
         for table in self._named(seq):
             self._remove(table, p0, p1)
         self._trim()
@@ -199,12 +240,19 @@ class SequenceMemory(Memory, Generic[T]):
 
     def can_rm(self, seq: int, p0: int, p1: int) -> bool:
         check_range(p0, p1)
+        if p0 > 0 or p1 >= 0:  # a parked sequence can go as a whole
+            for parked in self._parked_in(seq):
+                self._check_here(parked)
         return all(self._can_remove(table, p0, p1) for table in self._named(seq))
 
     def _named(self, seq: int) -> list[T]:
         """The table of a sequence that may not be there, or all tables."""
         tables = self._tables
         return list(tables.values()) if seq < 0 else [tables[seq]] if seq in tables else []
+
+    def _parked_in(self, seq: int) -> list[int]:
+        """Those of the named sequences that are parked."""
+        return [other for other in self._parked if seq < 0 or other == seq]
 
     def seq_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
         self.check_idle()
@@ -226,11 +274,15 @@ class SequenceMemory(Memory, Generic[T]):
         source = self.table(src)
         if dst < 0:
             raise RequestError(f"sequence ids start at 0; {dst} cannot be copied to")
+        self._check_here(dst)
         return source if src == dst else self._part(src, dst, p0, p1)
 
     def seq_keep(self, seq: int) -> None:
         self.check_idle()
         self.table(seq)
+        for other in list(self._parked):
+            self._drop_parked(other)
+            self._tables[other] = self._empty()
         for other, table in self._tables.items():
             if other != seq:
                 self._let_go(table)
@@ -238,8 +290,42 @@ class SequenceMemory(Memory, Generic[T]):
         self._trim()
 
     def seq_pos_max(self, seq: int) -> int:
-        table = self._tables.get(seq)
+        table = self._known(seq)
         return -1 if table is None else table.next_position - 1
+
+    # -- tiers ----------------------------------------------------------------------------------
+
+    def park_bytes(self, seq: int) -> int:
+        table = self.table(seq)
+        held = [(pool, self._held_pages(pool, table)[0]) for pool in self.pools]
+        return sum(int(own_pages(pool, pages).sum()) * pool.page_bytes for pool, pages in held)
+
+    def park(self, seq: int, tier: Tier) -> None:
+        self.check_idle()
+        table = self.table(seq)
+        held = [(pool, *self._held_pages(pool, table)) for pool in self.pools]
+        parts = store_pages(held, tier)
+        for part in parts:
+            part.pool.release(part.pages[part.moved])
+        self._parked[seq] = Parked(self._tables.pop(seq), parts)
+        self._trim()
+
+    def returning(self, seq: int) -> Returning:
+        self.check_idle()
+        if seq not in self._parked:
+            raise RequestError(f"sequence {seq} is not parked; parked are {sorted(self._parked)}")
+        parked = self._parked[seq]
+
+        def back(pages: list[Int32]) -> None:
+            self._tables[seq] = self._repaged(parked.table, pages)
+            del self._parked[seq]
+
+        return TableReturning(parked, back, self._trim)
+
+    def _drop_parked(self, seq: int) -> None:
+        if seq in self._parked:
+            self._parked.pop(seq).drop()
+            self._trim()
 
     # -- checkpoints ----------------------------------------------------------------------------
 
@@ -262,6 +348,7 @@ class SequenceMemory(Memory, Generic[T]):
         saved = self.checkpoints.get(name).table
         if seq < 0:
             raise RequestError(f"sequence ids start at 0; nothing can be restored to {seq}")
+        self._drop_parked(seq)
         # The checkpoint never writes, so where it is alone the sequence becomes the appender.
         if seq in self._tables:
             self._exchange(self._tables[seq], saved, seq)
@@ -285,6 +372,7 @@ class SequenceMemory(Memory, Generic[T]):
         parts: dict[str, int] = {}
         for pool in self.pools:
             held = [self._held_pages(pool, table)[0] for table in self._tables.values()]
+            held += [pages for pages, _ in self._kept_parked(pool)]
             saved = {
                 name: self._held_pages(pool, checkpoint.table)[0]
                 for name, checkpoint in self.checkpoints.by_name.items()
@@ -300,6 +388,8 @@ class SequenceMemory(Memory, Generic[T]):
                 Holder(f"sequence {seq}", seq, *self._held_pages(pool, table))
                 for seq, table in self._tables.items()
             ]
+            for seq, parked in self._parked.items():
+                holders.append(Holder(f"parked sequence {seq}", seq, *parked.kept(pool)))
             holders += [
                 Holder(f"checkpoint {c.name!r}", -1, *self._held_pages(pool, c.table))
                 for c in self.checkpoints.by_name.values()
@@ -321,8 +411,25 @@ class SequenceMemory(Memory, Generic[T]):
         """Every reference to a page of this pool that an open lease or context holds."""
         return [page for aside in self._open if aside.pool is pool for page in aside.all_pages]
 
+    def _kept_parked(self, pool: PagePool) -> list[tuple[Int32, Int32]]:
+        """What parked sequences still hold of a pool, and the slots they see."""
+        return [parked.kept(pool) for parked in self._parked.values()]
+
+    def _holdings(self, pool: PagePool) -> list[tuple[Int32, Int32]]:
+        """The pages of a pool that each holder has, and how many slots of each it sees."""
+        held = [self._held_pages(pool, table) for table in self._held_tables()]
+        return held + self._kept_parked(pool)
+
     def _held_tables(self) -> list[T]:
         return [*self._tables.values(), *(c.table for c in self.checkpoints.by_name.values())]
+
+
+def _by_pool(demand: list[tuple[PagePool, int]]) -> list[tuple[PagePool, int]]:
+    """Each pool once, with all that is wanted of it."""
+    whole: dict[int, tuple[PagePool, int]] = {}
+    for pool, n in demand:
+        whole[id(pool)] = (pool, n + whole.get(id(pool), (pool, 0))[1])
+    return list(whole.values())
 
 
 def check_range(p0: int, p1: int) -> None:

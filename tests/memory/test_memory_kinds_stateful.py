@@ -42,11 +42,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from quire.errors import OutOfMemory, PagesError, RequestError
+from quire.errors import OutOfMemory, PagesError, RequestError, TierError
 from quire.memory.interface import Memory, SeqTokens, Status
 from quire.memory.pool import PagePool
 from quire.memory.recurrent import RecurrentMemory
 from quire.memory.table import Table
+from quire.memory.tiers import HostTier, _OnHost
 
 N_SEQS = 5
 SEQ = st.integers(0, N_SEQS - 1)
@@ -106,6 +107,7 @@ class KindMachine(RuleBasedStateMachine):
     def make(self, page_tokens: int, head_dim: int, state_bytes: int, room: int) -> None:
         self.memory: Memory = make_kind(self.kind, page_tokens, head_dim, state_bytes, room)
         self.recurrent = any(isinstance(leaf, RecurrentMemory) for leaf in leaves(self.memory))
+        self.tier = HostTier(1 << 16)
         self.seqs: dict[int, Past] = {}
         self.saved: dict[str, Past] = {}
         self.ids = itertools.count(1)
@@ -427,6 +429,72 @@ class KindMachine(RuleBasedStateMachine):
                 return
             assert context.status is Status.FAILED_PREPARE or self.settled()
         assert snapshot(self.memory) == before
+
+    # -- tiers ----------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.has_tokens() and self.settled())
+    @rule(which=WHICH, counts=COUNTS, fails=st.booleans(), leaves=st.booleans())
+    def park(
+        self, which: int, counts: dict[int, tuple[int, int]], fails: bool, leaves: bool
+    ) -> None:
+        """A sequence makes room, others go on, and it comes back or is given up."""
+        seq = self.pick(which)
+        moves = self.memory.park_bytes(seq)
+        if not self.tier.has(moves):
+            with self.unchanged(), pytest.raises(TierError):
+                self.memory.park(seq, self.tier)
+            return
+        committed = sum(pool.used * pool.page_bytes for pool in pools(self.memory))
+        self.memory.park(seq, self.tier)
+        assert self.tier.used == moves
+        assert committed - moves == sum(p.used * p.page_bytes for p in pools(self.memory))
+        past = self.seqs.pop(seq)
+        assert self.memory.seq_pos_max(seq) == past.end - 1
+        self.others_go_on(seq, counts)
+        if fails:
+            self.back_fails(seq)
+        if leaves:
+            self.memory.seq_free(seq)
+        else:
+            self.bring_back(seq, past)
+        assert self.tier.used == 0
+
+    def others_go_on(self, parked: int, counts: dict[int, tuple[int, int]]) -> None:
+        self.memory.audit()
+        with self.unchanged(), pytest.raises(RequestError, match="parked"):
+            self.memory.reserve([SeqTokens(parked, np.ones(1, np.int32))])
+        for seq, past in self.seqs.items():
+            check_seq(self.memory, seq, past.tokens)
+        others = {seq: count for seq, count in counts.items() if seq != parked}
+        if others:
+            self.append(others)
+        self.memory.audit()
+
+    def back_fails(self, seq: int) -> None:
+        """The last page that is read back cannot be."""
+        loads = itertools.count(1)
+        real = _OnHost.load
+
+        def load(stored: _OnHost, pages: Any) -> None:
+            if next(loads) == len(pools(self.memory)):
+                raise TierError("injected")
+            real(stored, pages)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_OnHost, "load", load)
+            with self.unchanged(), suppress(OutOfMemory):
+                self.memory.unpark(seq)
+                raise AssertionError("a page was not read")
+
+    def bring_back(self, seq: int, past: Past) -> None:
+        fits = self.memory.fits([(seq, 1)])
+        try:
+            self.memory.unpark(seq)
+            self.seqs[seq] = past
+        except OutOfMemory:
+            assert not fits
+            assert self.memory.seq_rm(seq, -1, -1)
+            self.seqs[seq] = Past()
 
     # -- checkpoints ----------------------------------------------------------------------------
 
