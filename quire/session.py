@@ -97,7 +97,7 @@ class Session:
     def checkpoint(self) -> Mark:
         """A mark of this place; moves no bytes."""
         sequence = self._live()
-        name = self._llm.engine.memory.checkpoint_save(sequence.id)
+        name = self._llm.engine.checkpoint(sequence)
         self._marks.append(name)
         return Mark(
             name, tuple(sequence.tokens), sequence.computed, sequence.logits, sequence.moved

@@ -59,9 +59,14 @@ class PrefixCache:
         else:
             self.index.track(sequence.id, sequence.tokens, sequence.salt)
 
+    def pause(self, sequence: Sequence) -> None:
+        """A sequence cannot be shared from until it is tracked again."""
+        self.index.untrack(sequence.id)
+
     def leave(self, sequence: Sequence) -> None:
         """A sequence ends: what it holds is kept for others."""
-        if sequence.computed and sequence.error is None and not sequence.moved:
+        here = sequence.computed > 0 and not sequence.parked
+        if here and sequence.error is None and not sequence.moved:
             self._insert(sequence)
         self.index.untrack(sequence.id)
 

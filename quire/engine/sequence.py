@@ -51,6 +51,8 @@ class Sequence:
         self.logits: NDArray[np.float32] | None = None
         self.salt = ""
         self.moved = False  # whether tokens were taken out of its middle
+        self.parked = False  # whether its pages lie in a tier
+        self.preempted = False  # whether it gave way and has not run since
         self.cached = 0  # tokens of the current request that were in memory when it came
         self.waits_for: tuple[Sequence, int] | None = None  # who computes our first tokens too
         self.generation: Generation | None = None

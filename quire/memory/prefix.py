@@ -279,6 +279,11 @@ class PrefixIndex:
 
     # -- figures --------------------------------------------------------------------------------
 
+    @property
+    def names(self) -> set[str]:
+        """The checkpoints that are the index's own."""
+        return {entry.name for entry in self._places.entries}
+
     def stats(self) -> PrefixStats:
         """Figures so far, and what is held now."""
         self._measure()
