@@ -117,6 +117,19 @@ class Session:
             )
         return self
 
+    def keep(self, pin: bool = False, ttl_s: float | None = None) -> Session:
+        """Keeps this place for whatever begins the same; pinned, until ttl_s seconds are over.
+
+        Prompts that are used again and again, and places in them that others branch off from.
+        """
+        sequence = self._live()
+        self._compute()
+        self._llm.engine.hold(sequence)
+        if not sequence.tokens or sequence.moved:
+            raise RequestError("there is nothing to keep: no tokens, or some were taken out")
+        self._llm.engine.prefix.keep(sequence, pin, ttl_s)
+        return self
+
     def remove(self, start: int, stop: int) -> Session:
         """Takes tokens out of the middle; the rest moves up and is not computed again.
 

@@ -120,7 +120,7 @@ class Scheduler:
         room = self.max_tokens
         # The sort is stable, so within each kind the order is that of arrival.
         for sequence in sorted(self.active, key=lambda s: (s.preempted, not s.generating)):
-            count = min(sequence.pending, room)
+            count = min(sequence.pending, sequence.until_branch, room)
             if count <= 0 or sequence.waiting:
                 continue
             entry = Entry(sequence, count)
