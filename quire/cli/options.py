@@ -28,6 +28,8 @@ _MODEL = [
                  type=click.Choice(["f32", "f16", "bf16", "q8_0", "q4_0"])),
     click.option("--cache-type-v", default="f16", show_default=True,
                  type=click.Choice(["f32", "f16", "bf16", "q8_0", "q4_0"])),
+    click.option("--swap-space", default="4GiB", show_default=True,
+                 help="Most disk for sequences that make room for others; 0 for none."),
     click.option("--activations", default="int8", show_default=True,
                  type=click.Choice(["int8", "f32"]), help="f32 is exact and slower."),
 ]  # fmt: skip
@@ -73,6 +75,7 @@ def load_from(options: dict[str, Any]) -> quire.LLM:
             page_tokens=options.pop("page_tokens"),
             type_k=options.pop("cache_type_k"),
             type_v=options.pop("cache_type_v"),
+            swap_space=options.pop("swap_space"),
             activations=options.pop("activations"),
             progress=bar,
         )
