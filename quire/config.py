@@ -33,6 +33,7 @@ class LoadConfig:
     moe_n_expert: int | None = None
     n_layer_exit: int | None = None
     activations: Literal["int8", "f32"] = "int8"
+    quantize: Literal["q8_0", "q4_0"] | None = None
 
     def __post_init__(self) -> None:
         for name in ("n_ctx", "threads", "kv_cache_tokens"):
@@ -48,6 +49,8 @@ class LoadConfig:
                 raise RequestError(f"{name} is not there yet; leave it out")
         if self.activations not in ("int8", "f32"):
             raise RequestError(f"activations must be 'int8' or 'f32', not {self.activations!r}")
+        if self.quantize not in (None, "q8_0", "q4_0"):
+            raise RequestError(f"quantize must be 'q8_0', 'q4_0' or None, not {self.quantize!r}")
         if self.page_tokens < 16 or self.page_tokens % 16:
             raise RequestError(f"page_tokens must be a multiple of 16, not {self.page_tokens}")
 

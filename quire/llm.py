@@ -24,8 +24,8 @@ from quire.jobs import Job, JobRunner
 from quire.memory.budget import Budget
 from quire.memory.build import build_memory
 from quire.memory.prefix import PrefixIndex
-from quire.models.loader import ProgressFn
-from quire.models.registry import architecture_of, load_model
+from quire.models.loader import ProgressFn, loaded_bytes
+from quire.models.registry import architecture_of, load_model, open_weights
 from quire.ops.cpu import CpuOps
 from quire.report import MemoryReport
 from quire.session import Session
@@ -34,7 +34,7 @@ from quire.text.template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 from quire.types import Completion, Constraint, Request, Sampling, SamplingFields
 from quire.weights import pull
-from quire.weights.gguf import GGUF
+from quire.weights.file import WeightFile
 
 Prompt = str | Seq[int]
 """Text, or token ids that are taken as they are."""
@@ -51,13 +51,15 @@ class LLM:
         self.settings = settings
         self.budget = Budget(settings.budget_bytes())
         self.ops = CpuOps(settings.thread_count(), exact=settings.activations == "f32")
-        with GGUF.open(path) as file:
+        with open_weights(path) as file:
             self.architecture = architecture_of(file)
-            self.tokenizer = Tokenizer.from_metadata(file.metadata, name=str(path))
-            in_file = sum(tensor.nbytes for tensor in file.tensors.values())
-            self.budget.reserve(in_file, "weights")  # too much is refused before it is loaded
-            self.model = load_model(file, self.ops, settings.type_k, settings.type_v, progress)
-        self.budget.release(in_file, "weights")
+            self.tokenizer = _tokenizer(file)
+            expected = loaded_bytes(file, settings.quantize)
+            self.budget.reserve(expected, "weights")  # too much is refused before it is loaded
+            self.model = load_model(
+                file, self.ops, settings.type_k, settings.type_v, progress, settings.quantize
+            )
+        self.budget.release(expected, "weights")
         self.budget.reserve(self.model.weight_bytes, "weights")
         memory = build_memory(self.model.groups, self.budget, settings, self.model.kernels)
         room = min(group["pages_free"] for group in memory.stats().values()) * settings.page_tokens
@@ -248,7 +250,7 @@ class Stream:
 def load(
     model: str | Path = "smollm2", *, progress: ProgressFn | None = None, **settings: Any
 ) -> LLM:
-    """Loads a model: an alias, a path to a .gguf file, or `hf:owner/repo/file`.
+    """Loads a model: an alias, a .gguf file, a folder of safetensors, or `hf:owner/repo/file`.
 
     The settings are the fields of `quire.config.LoadConfig`.
     """
@@ -258,6 +260,13 @@ def load(
         raise RequestError(f"load has no {', '.join(unknown)}; there are {', '.join(known)}")
     chosen = config.LoadConfig(**settings)
     return LLM(pull.resolve(str(model), config.cache_folder(), progress), chosen, progress)
+
+
+def _tokenizer(file: WeightFile) -> Tokenizer:
+    """The tokenizer that comes with a model: in the file, or beside the weights."""
+    if "tokenizer.ggml.model" in file.metadata or not file.path.is_dir():
+        return Tokenizer.from_metadata(file.metadata, name=str(file.path))
+    return Tokenizer.from_hf(file.path)
 
 
 def _refuse_speculation(speculate: object) -> None:

@@ -17,7 +17,7 @@ from quire.models.page_kernels import attention_kernels
 from quire.models.rope import read_rope
 from quire.ops import SILU_MUL, Array, Heads, Matrix, Ops, Rope
 from quire.ops.batch import Batch
-from quire.weights.gguf import GGUF, REQUIRED, Required
+from quire.weights.file import REQUIRED, Required, WeightFile
 
 GROUP = "attention"
 _MOST = 2**20  # no real model has more of anything that is counted here
@@ -39,8 +39,8 @@ class DenseConfig:
     rope: Rope
 
     @classmethod
-    def read(cls, file: GGUF, arch: str, neox: bool) -> DenseConfig:
-        """The sizes a GGUF file gives, each within reason."""
+    def read(cls, file: WeightFile, arch: str, neox: bool) -> DenseConfig:
+        """The sizes a file gives, each within reason."""
 
         def count(key: str, most: int = _MOST, default: int | Required = REQUIRED) -> int:
             return file.get_int(f"{arch}.{key}", default=default, minimum=1, maximum=most)
@@ -67,7 +67,7 @@ class DenseConfig:
             n_kv_heads=n_kv_heads,
             head_dim=head_dim,
             ffn_width=count("feed_forward_length"),
-            n_vocab=_vocabulary(file),
+            n_vocab=vocabulary(file, arch),
             n_ctx_train=count("context_length", 2**31),
             eps=file.get_float(
                 f"{arch}.attention.layer_norm_rms_epsilon", minimum=0.0, maximum=1.0
@@ -76,14 +76,17 @@ class DenseConfig:
         )
 
 
-def _vocabulary(file: GGUF) -> int:
+def vocabulary(file: WeightFile, arch: str) -> int:
     """Rows of the embedding, which must be the size of the vocabulary."""
     embedding = file.tensors.get("token_embd.weight")
-    n_tokens = len(file.get_array("tokenizer.ggml.tokens"))
-    if embedding is not None and embedding.shape[0] != n_tokens:
+    if "tokenizer.ggml.tokens" in file.metadata:
+        n_tokens = len(file.get_array("tokenizer.ggml.tokens"))
+    else:
+        n_tokens = file.get_int(f"{arch}.vocab_size", minimum=1)
+    if embedding is not None and embedding.shape[:1] != (n_tokens,):
         raise ModelError(
-            f"{file.path}: token_embd.weight has {embedding.shape[0]} rows, "
-            f"the vocabulary {n_tokens} tokens"
+            f"{file.path}: token_embd.weight is {list(embedding.shape)}, "
+            f"the vocabulary has {n_tokens} tokens"
         )
     return n_tokens
 

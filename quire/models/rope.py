@@ -9,12 +9,12 @@ from numpy.typing import NDArray
 
 from quire.errors import ModelError
 from quire.ops import Rope
-from quire.weights.gguf import GGUF
+from quire.weights.file import WeightFile
 from quire.weights.quant import dequantize
 
 
-def read_rope(file: GGUF, arch: str, head_dim: int, neox: bool) -> Rope:
-    """The rotary embedding that a GGUF file describes."""
+def read_rope(file: WeightFile, arch: str, head_dim: int, neox: bool) -> Rope:
+    """The rotary embedding that a file describes."""
     n_rot = file.get_int(
         f"{arch}.rope.dimension_count", default=head_dim, minimum=2, maximum=head_dim
     )
@@ -56,9 +56,11 @@ def yarn(
     return freqs / factor * (1.0 - keep) + freqs * keep
 
 
-def _factors(file: GGUF, n_rot: int) -> NDArray[np.float64]:
+def _factors(file: WeightFile, n_rot: int) -> NDArray[np.float64]:
     tensor = file.tensors["rope_freqs.weight"]
-    factors = dequantize(file.data(tensor.name), tensor.type, tensor.shape).astype(np.float64)
+    factors = dequantize(file.data("rope_freqs.weight"), tensor.type, tensor.shape).astype(
+        np.float64
+    )
     if factors.shape != (n_rot // 2,) or not np.all(np.isfinite(factors) & (factors > 0)):
         raise ModelError(
             f"{file.path}: rope_freqs.weight must be {n_rot // 2} positive numbers, "
