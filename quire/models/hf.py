@@ -38,27 +38,23 @@ def metadata(config: HFConfig, arch: str) -> dict[str, Value]:
         f"{arch}.attention.head_count_kv": config.whole("num_key_value_heads", default=heads),
         f"{arch}.attention.key_length": dim,
         f"{arch}.attention.value_length": dim,
-        f"{arch}.attention.layer_norm_rms_epsilon": config.number("rms_norm_eps"),
+        f"{arch}.attention.layer_norm_rms_epsilon": config.number("rms_norm_eps", default=1e-6),
     }
 
 
 def rope(
-    config: HFConfig, arch: str, dims: int
+    section: HFConfig, arch: str, n_rot: int, base: float
 ) -> tuple[dict[str, Value], dict[str, NDArray[np.float32]]]:
     """Rotary embedding: its keys, and the divisors of each frequency where Llama 3 has them."""
-    old = "rope_parameters" not in config  # transformers 4 spread this over two keys
-    section = config.section("rope_scaling" if old else "rope_parameters")
-    base = (config if old else section).number("rope_theta", default=10000.0)
-    share = (config if old else section).number("partial_rotary_factor", default=1.0)
     out: dict[str, Value] = {
         f"{arch}.rope.freq_base": base,
-        f"{arch}.rope.dimension_count": int(dims * share),
+        f"{arch}.rope.dimension_count": n_rot,
     }
     kind = section.text("rope_type", default=section.text("type", default="default"))
     if kind == "default":
         return out, {}
     if kind == "llama3":
-        return out, {"rope_freqs.weight": _llama3_factors(section, base, int(dims * share))}
+        return out, {"rope_freqs.weight": _llama3_factors(section, base, n_rot)}
     if kind not in ("linear", "yarn"):
         section.refuse("rope_type", "known are default, linear, yarn, llama3")
     at, factor = f"{arch}.rope.scaling.", section.number("factor")
@@ -98,7 +94,12 @@ def decoder(
         context = f"{arch}.context_length"
         window = config.whole("sliding_window")
         facts[context] = min(config.whole("max_position_embeddings"), window)
-    keys, made = rope(config, arch, head_dim(config))
+    old = "rope_parameters" not in config  # transformers 4 spread this over several keys
+    section = config.section("rope_scaling" if old else "rope_parameters")
+    first = config if old else section
+    share = first.number("partial_rotary_factor", default=1.0)
+    base = first.number("rope_theta", default=10000.0)
+    keys, made = rope(section, arch, int(head_dim(config) * share), base)
     tied = config.flag("tie_word_embeddings", default=False)
     return Naming(facts | keys, tensors(config, layer, changes, tied), made, not_needed(tied))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from quire.errors import ModelError
 from quire.memory.build import GroupKernels
@@ -14,15 +14,17 @@ from quire.models.loader import Loader, ProgressFn, TensorCheck, TensorLoader
 from quire.ops import Array, Ops
 from quire.ops.batch import Batch
 from quire.weights.file import WeightFile
-from quire.weights.folder import Folder
 from quire.weights.gguf import GGUF
-from quire.weights.naming import HFConfig, Naming
+
+if TYPE_CHECKING:
+    from quire.weights.naming import HFConfig, Naming
 
 # GGUF's name of an architecture, which is its module's as well, and what config.json calls it.
 _ARCHITECTURES: Final[dict[str, tuple[str, ...]]] = {
     "llama": ("LlamaForCausalLM", "MistralForCausalLM", "llama", "mistral"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+    "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
 }
 
 
@@ -66,7 +68,11 @@ def architecture_of(file: WeightFile) -> str:
 
 def open_weights(path: str | os.PathLike[str]) -> WeightFile:
     """A .gguf file, or a folder with config.json and safetensors."""
-    return Folder.open(path, _naming) if os.path.isdir(path) else GGUF.open(path)
+    if not os.path.isdir(path):
+        return GGUF.open(path)
+    from quire.weights.folder import Folder  # only here, so that starting is quicker
+
+    return Folder.open(path, _naming)
 
 
 def load_model(

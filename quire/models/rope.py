@@ -21,7 +21,7 @@ def read_rope(file: WeightFile, arch: str, head_dim: int, neox: bool) -> Rope:
     base = file.get_float(f"{arch}.rope.freq_base", default=10000.0, minimum=1e-3)
     if n_rot % 2:
         raise ModelError(f"{file.path}: {arch}.rope.dimension_count is {n_rot}, should be even")
-    freqs = base ** (-np.arange(0, n_rot, 2, dtype=np.float64) / n_rot)
+    freqs = frequencies(base, n_rot)
     if "rope_freqs.weight" in file.tensors:  # Llama 3: one divisor for each frequency
         freqs = freqs / _factors(file, n_rot)
     kind = file.get_str(f"{arch}.rope.scaling.type", default="none")
@@ -38,6 +38,11 @@ def read_rope(file: WeightFile, arch: str, head_dim: int, neox: bool) -> Rope:
     raise ModelError(
         f"{file.path}: {arch}.rope.scaling.type is {kind!r}; known are none, linear, yarn"
     )
+
+
+def frequencies(base: float, n_rot: int) -> NDArray[np.float64]:
+    """One for each pair of dimensions, from 1 down to almost 1/base."""
+    return base ** (-np.arange(0, n_rot, 2, dtype=np.float64) / n_rot)
 
 
 def yarn(

@@ -86,13 +86,9 @@ class HFEncoder:
 
 
 def _n_vocab(folder: Path, n_tokens: int) -> int:
-    """The tokens a model has an output for: often more than there are, never fewer."""
-    size = _read(folder / "config.json").get("vocab_size", n_tokens)
-    if not isinstance(size, int) or size < n_tokens:
-        raise TokenizerError(
-            f"{folder}: config.json has a vocab_size of {size}, tokenizer.json {n_tokens} tokens"
-        )
-    return size
+    """As many tokens as the model has outputs for, which is often more than there are."""
+    size = _read(folder / "config.json").get("vocab_size")
+    return size if isinstance(size, int) and size > 0 else n_tokens
 
 
 def _load(folder: Path) -> Any:

@@ -203,6 +203,20 @@ void rms_norm(Cpu& cpu, const Array& x, const float* weight, float eps, Array& o
     });
 }
 
+void add_norm(Cpu& cpu, const Array& x, const float* weight, float eps, Array& into) {
+    const MatmulKernels& kernels = matmul_kernels(cpu.isa);
+    cpu.pool.parallel(x.rows, 4, [&](int64_t begin, int64_t end, int) {
+        for (int64_t t = begin; t < end; t++) kernels.add_norm(x.row(t), weight, eps, x.cols, into.row(t));
+    });
+}
+
+void softcap(Cpu& cpu, float cap, Array& x) {
+    const MatmulKernels& kernels = matmul_kernels(cpu.isa);
+    cpu.pool.parallel(x.rows, 1, [&](int64_t begin, int64_t end, int) {
+        for (int64_t t = begin; t < end; t++) kernels.softcap(x.row(t), cap, x.cols);
+    });
+}
+
 void act_mul(Cpu& cpu, const Array& x, Act act, Array& out) {
     const MatmulKernels& kernels = matmul_kernels(cpu.isa);
     cpu.pool.parallel(x.rows, 4, [&](int64_t begin, int64_t end, int) {

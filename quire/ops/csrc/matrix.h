@@ -43,6 +43,8 @@ struct Linear {
 void linear(Cpu& cpu, const Array& x, const Matrix& w, const Linear& options, Array& out);
 
 void rms_norm(Cpu& cpu, const Array& x, const float* weight, float eps, Array& out);
+void add_norm(Cpu& cpu, const Array& x, const float* weight, float eps, Array& into);  // into += rms_norm(x)
+void softcap(Cpu& cpu, float cap, Array& x);                                           // x = cap · tanh(x / cap)
 void act_mul(Cpu& cpu, const Array& x, Act act, Array& out);
 
 }  // namespace quire
