@@ -62,8 +62,10 @@ class LLM:
         self.budget.release(expected, "weights")
         self.budget.reserve(self.model.weight_bytes, "weights")
         memory = build_memory(self.model.groups, self.budget, settings, self.model.kernels)
-        room = min(group["pages_free"] for group in memory.stats().values()) * settings.page_tokens
-        self.n_ctx = settings.n_ctx or min(self.model.n_ctx_train, room)
+        stats = memory.stats()  # only full attention needs ever more pages as a context grows
+        full = [stats[g.name]["pages_free"] for g in self.model.groups if g.kind == "attention"]
+        rooms = [pages * settings.page_tokens for pages in full]
+        self.n_ctx = settings.n_ctx or min([self.model.n_ctx_train, *rooms])
         constrainer = Constrainer(self.tokenizer)
         end_ids = self.tokenizer.eog_ids
         prefix = PrefixCache(

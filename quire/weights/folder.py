@@ -160,8 +160,8 @@ def _open_shards(folder: Path) -> list[Safetensors]:
     index, single = "model.safetensors.index.json", "model.safetensors"
     if os.path.lexists(folder / index):
         placed = _read_json(folder, index).get("weight_map")
-        if not isinstance(placed, dict) or not all(isinstance(v, str) for v in placed.values()):
-            raise SafetensorsError(f"{folder / index}: 'weight_map' must be an object of strings")
+        if not placed or not isinstance(placed, dict) or set(map(type, placed.values())) != {str}:
+            raise SafetensorsError(f"{folder / index}: 'weight_map' must name the file of tensors")
         shards = {name: Safetensors(_inside(folder, name)) for name in _files(placed)}
         _check_index(folder / index, placed, shards)
         return list(shards.values())

@@ -83,7 +83,7 @@ def test_chunks_change_no_bit(golden, chunk: int) -> None:
 @pytest.mark.parametrize(("quantize", "most"), [("q8_0", 0.01), ("q4_0", 0.25)])
 def test_quantised_while_loading(golden, quantize: str, most: float) -> None:
     """Losing bits costs a little, and the model takes the less memory the fewer there are."""
-    exact, expected = golden
+    exact, _ = golden
     window = exact.encode((MODELS / "validation.txt").read_text()[:4000])[:512]
 
     def loss(llm: quire.LLM) -> float:
