@@ -93,3 +93,23 @@ def test_quantised_while_loading(golden, quantize: str, most: float) -> None:
     with quire.load(exact.path, quantize=quantize) as llm:
         assert abs(loss(llm) - loss(exact)) < most
         assert llm.model.weight_bytes < exact.model.weight_bytes * (0.6 if most < 0.1 else 0.5)
+
+
+def test_batched_greedy_equals_alone(golden) -> None:
+    llm, expected = golden
+    prompts = [prompt["token_ids"] for prompt in expected["prompts"]]
+    alone = [llm.generate(p, max_tokens=24, ignore_eos=True).token_ids for p in prompts]
+    llm.forget()  # so that the batch computes everything itself
+    together = llm.generate(prompts, max_tokens=24, ignore_eos=True)
+    assert [c.token_ids for c in together] == alone
+
+
+def test_a_window_keeps_what_can_still_be_seen() -> None:
+    """64 positions and what shares a page with them, however long the context."""
+    with quire.load(MODELS / "tiny-window") as llm, llm.session() as s:
+        ids = llm.encode((MODELS / "validation.txt").read_text())[:1500]
+        s.append(ids)
+        llm.forget()
+        stats = llm.memory.as_dict()["stats"]
+        assert stats["attention"]["tokens_held"] >= 1500
+        assert 64 <= stats["window"]["tokens_held"] <= 64 + 2 * 16
