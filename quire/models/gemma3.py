@@ -13,10 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import ModelError
+from quire.memory.build import GroupKernels
 from quire.memory.layout import GroupSpec
 from quire.models import hf
 from quire.models.dense import DenseConfig
 from quire.models.loader import Loader
+from quire.models.page_kernels import attention_kernels
 from quire.models.rope import frequencies
 from quire.ops import GELU_MUL, Array, Heads, Matrix, Ops, Rope
 from quire.ops.batch import Batch
@@ -121,6 +123,14 @@ class Gemma3Model:
             down=matrix(c.ffn_width, ("ffn_down", c.width)),
             ffn_post_norm=norm("post_ffw_norm"),
         )
+
+    @property
+    def kernels(self) -> dict[str, GroupKernels]:
+        """What the device can do with pages, by group."""
+        return {
+            layer.group: attention_kernels(self.ops, layer.heads, self._ropes[layer.group])
+            for layer in self.layers
+        }
 
     @property
     def weight_bytes(self) -> int:

@@ -60,7 +60,8 @@ def rope(
     at, factor = f"{arch}.rope.scaling.", section.number("factor")
     out |= {f"{at}type": kind, f"{at}factor": factor}
     if kind == "yarn":
-        for key, value in (("beta_fast", 32), ("beta_slow", 1), ("truncate", True)):
+        usual_values = {"beta_fast": 32, "beta_slow": 1, "truncate": True, "mscale": None}
+        for key, value in usual_values.items():
             section.expect(key, value, default=value)
         usual = 1.0 + 0.1 * math.log(max(factor, 1.0))
         out[f"{at}original_context_length"] = section.whole("original_max_position_embeddings")

@@ -23,5 +23,6 @@ def from_hf(config: HFConfig) -> Naming:
     heads = config.whole("num_attention_heads")
     kv_heads = config.whole("num_key_value_heads", default=heads)
     changes = {"attn_q.weight": pair_up(heads), "attn_k.weight": pair_up(kv_heads)}
-    config.section("rope_parameters").expect("partial_rotary_factor", 1.0, default=1.0)
+    for section in (config, config.section("rope_parameters")):  # pairs are made of whole heads
+        section.expect("partial_rotary_factor", 1.0, default=1.0)
     return hf.decoder(config, "llama", hf.ATTENTION | hf.FEED_FORWARD, changes)

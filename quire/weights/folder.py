@@ -199,8 +199,11 @@ def _inside(folder: Path, name: str) -> Path:
     """
     if not name or "/" in name or "\\" in name or "\0" in name or name in (".", ".."):
         raise SafetensorsError(f"{folder}: {quote(name)} is not the plain name of a file in it")
-    path, home = folder / name, folder.resolve()
-    real = path.resolve()
+    path = folder / name
+    try:
+        home, real = folder.resolve(), path.resolve()
+    except (OSError, RuntimeError) as error:  # links that lead to each other
+        raise SafetensorsError(f"{path}: cannot be followed: {error}") from error
     blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
     if not (real.is_relative_to(home) or real.is_relative_to(blobs)):
         raise SafetensorsError(f"{path}: leads out of the folder, to a place it may not name")
@@ -209,8 +212,12 @@ def _inside(folder: Path, name: str) -> Path:
 
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
     path = _inside(folder, name)
-    if not path.is_file():
-        raise SafetensorsError(f"{folder}: there is no {name}; pass a .gguf file or a model folder")
-    if path.stat().st_size > _MOST_JSON:
-        raise SafetensorsError(f"{path}: larger than {_MOST_JSON} bytes")
-    return parse_object(path.read_bytes(), str(path))
+    try:
+        if not path.is_file():
+            raise SafetensorsError(f"{folder}: there is no {name}; pass a .gguf or a model folder")
+        if path.stat().st_size > _MOST_JSON:
+            raise SafetensorsError(f"{path}: larger than {_MOST_JSON} bytes")
+        text = path.read_bytes()
+    except OSError as error:
+        raise SafetensorsError(f"{path}: cannot be read: {error.strerror}") from error
+    return parse_object(text, str(path))

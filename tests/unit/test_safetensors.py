@@ -249,6 +249,9 @@ def test_links_out_of_the_folder_are_refused(tmp_path: Path) -> None:
     os.rename(tmp_path / "real.safetensors", folder / "inner.safetensors")
     (folder / "real.safetensors").symlink_to("inner.safetensors")
     open_weights(folder).close()
+    (folder / "real.safetensors").unlink()
+    (folder / "real.safetensors").symlink_to("real.safetensors")
+    refused(folder)
 
 
 def test_links_of_the_hubs_cache_are_followed(tmp_path: Path) -> None:
