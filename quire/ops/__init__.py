@@ -103,6 +103,19 @@ class Ops(Protocol):
     def softcap(self, x: Array, cap: float) -> None:
         """Turns x into cap · tanh(x / cap), in place."""
 
+    def experts(
+        self, x: Array, router: Matrix, gate_up: Matrix, down: Matrix, n_used: int, *,
+        norm: Array, eps: float, normalize: bool, scale: float, into: Array,
+    ) -> Array:  # fmt: skip
+        """Adds to `into` what the `n_used` likeliest experts make of rms_norm(x).
+
+        The experts' matrices have one part per tensor and expert: all of the first tensor's, then
+        the next one's. `normalize` lets the chosen experts' shares add up to `scale`.
+        """
+
+    def add_gated(self, into: Array, y: Array, gate: Array) -> None:
+        """into += sigmoid(gate) · y, with one gate for each row."""
+
     def take_rows(self, x: Array, rows: NDArray[np.int32]) -> Array:
         """Some rows of x."""
 

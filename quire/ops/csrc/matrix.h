@@ -39,6 +39,7 @@ struct Linear {
     Act act = Act::none;          // x is [gate | up]
     const float* bias = nullptr;
     bool add = false;             // to what out holds
+    bool exact = false;           // float32 activations, whatever the device's choice
 };
 void linear(Cpu& cpu, const Array& x, const Matrix& w, const Linear& options, Array& out);
 
