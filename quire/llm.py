@@ -24,6 +24,7 @@ from quire.jobs import Job, JobRunner
 from quire.memory.budget import Budget
 from quire.memory.build import build_memory
 from quire.memory.prefix import PrefixIndex
+from quire.models.extent import Extent, limited
 from quire.models.loader import ProgressFn, loaded_bytes
 from quire.models.registry import architecture_of, load_model, open_weights
 from quire.ops.cpu import CpuOps
@@ -54,10 +55,12 @@ class LLM:
         with open_weights(path) as file:
             self.architecture = architecture_of(file)
             self.tokenizer = _tokenizer(file)
-            expected = loaded_bytes(file, settings.quantize)
+            seen = limited(file, settings.n_layer_exit, settings.moe_n_expert)
+            self.extent = Extent.of(seen)
+            expected = loaded_bytes(seen, settings.quantize)
             self.budget.reserve(expected, "weights")  # too much is refused before it is loaded
             self.model = load_model(
-                file, self.ops, settings.type_k, settings.type_v, progress, settings.quantize
+                seen, self.ops, settings.type_k, settings.type_v, progress, settings.quantize
             )
         self.budget.release(expected, "weights")
         self.budget.reserve(self.model.weight_bytes, "weights")
@@ -120,7 +123,7 @@ class LLM:
             for one in prompts:
                 jobs.append(self._start(one, Request((), chosen, constraint, cache_salt), stop))
             self.jobs.finish(jobs)
-            completions = [job.completion(self.load_s) for job in jobs]
+            completions = [job.completion(self.load_s, self.extent) for job in jobs]
         finally:
             for job in jobs:
                 self.jobs.drop(job)
@@ -237,7 +240,7 @@ class Stream:
     @property
     def completion(self) -> Completion:
         """What has come so far, as a whole."""
-        return self._job.completion(self._llm.load_s)
+        return self._job.completion(self._llm.load_s, self._llm.extent)
 
     def close(self) -> None:
         """Ends the generation."""

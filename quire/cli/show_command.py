@@ -41,6 +41,12 @@ def command(model: str, tensors: bool, as_json: bool) -> None:
             click.echo(f"{key:<{width}}  {value}")
 
 
+def _experts(file: WeightFile, arch: str) -> str:
+    count = file.get_int(f"{arch}.expert_count", default=0)
+    used = file.get_int(f"{arch}.expert_used_count", default=0)
+    return f"{count}, of which a token uses {used}" if count else "none"
+
+
 def _facts(file: WeightFile) -> dict[str, Any]:
     arch = file.get_str("general.architecture")
     formats: Counter[str] = Counter()
@@ -61,6 +67,8 @@ def _facts(file: WeightFile) -> dict[str, Any]:
         "bytes": sum(formats.values()),
         "architecture": arch if arch in architectures() else f"{arch} (not known to Quire)",
         "parameters": parameters,
+        "layers": file.get_int(f"{arch}.block_count", default=0),
+        "experts": _experts(file, arch),
         "formats": ", ".join(f"{n} {b / 1e6:.1f} MB" for n, b in formats.most_common()),
         "chat_template": _has_template(file),
         "kernels": CpuOps(threads=config.LoadConfig().thread_count()).name,

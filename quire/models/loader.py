@@ -42,6 +42,9 @@ class Loader(Protocol):
         An `exact` one stays as it is in the file, whatever other matrices are turned into.
         """
 
+    def experts(self, count: int, cols: int, *parts: Rows) -> Matrix:
+        """Tensors [count, rows, cols] as one matrix, each expert's rows a part of its own."""
+
     def vector(self, *parts: Rows) -> Array:
         """One-dimensional tensors, one after the other, in float32."""
 
@@ -69,6 +72,11 @@ class TensorCheck:
                 self.nbytes += tensor.nbytes
             else:
                 self._check(name, (rows, cols))
+
+    def experts(self, count: int, cols: int, *parts: Rows) -> Matrix:
+        """Checks each part; there is no matrix yet."""
+        for name, rows, *_ in parts:
+            self._check(name, (count, rows, cols))
 
     def vector(self, *parts: Rows) -> Array:
         """Checks each part; there is no array yet."""
@@ -120,11 +128,22 @@ class TensorLoader:
 
     def matrix(self, cols: int, *parts: Rows, exact: bool = False) -> Matrix:
         """Tensors of `cols` columns stacked along rows into one matrix."""
-        packed = self._ops.pack([self._part(cols, part, exact) for part in parts])
+        return self._pack([self._part(cols, part, exact) for part in parts], parts)
+
+    def experts(self, count: int, cols: int, *parts: Rows) -> Matrix:
+        """Tensors [count, rows, cols] as one matrix, each expert's rows a part of its own."""
+        split = []
+        for name, rows, *_ in parts:
+            type, _, _, data = self._part(cols, (name, count * rows), exact=False)
+            split += [(type, rows, cols, expert) for expert in np.split(data, count)]
+        return self._pack(split, parts)
+
+    def _pack(self, packed: list[Part], parts: tuple[Rows, ...]) -> Matrix:
+        matrix = self._ops.pack(packed)
         for name, *_ in parts:
             self._file.release(name)
             self._advance(self._file.tensors[name].nbytes)
-        return packed
+        return matrix
 
     def vector(self, *parts: Rows) -> Array:
         """One-dimensional tensors, one after the other, in float32."""

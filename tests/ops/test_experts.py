@@ -75,7 +75,8 @@ class Layer:
         out = cpu.array(into)
         result = cpu.experts(
             cpu.array(x), self.router, self.gate_up, self.down, s.used,
-            norm=cpu.array(self.norm[None]), eps=EPS, normalize=s.normalize, scale=s.scale, into=out,
+            norm=cpu.array(self.norm[None]), eps=EPS,
+            normalize=s.normalize, scale=s.scale, into=out,
         )  # fmt: skip
         assert result is out
         values: Floats = out.numpy().copy()

@@ -1,0 +1,62 @@
+"""How much of a model runs: fewer layers or experts than its file has.
+
+A file is then seen as if it had been made so: its metadata says fewer, and whatever model reads
+it builds, loads and keeps memory for no more.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from quire.errors import RequestError
+from quire.weights.file import WeightFile
+
+
+@dataclass(frozen=True)
+class Extent:
+    """What every token goes through."""
+
+    layers: int
+    experts: int
+    """Experts of a layer that a token uses; 0 where there are none."""
+
+    @classmethod
+    def of(cls, file: WeightFile) -> Extent:
+        """What a file says."""
+        arch = file.get_str("general.architecture")
+        return cls(
+            file.get_int(f"{arch}.block_count", minimum=1),
+            file.get_int(f"{arch}.expert_used_count", default=0, minimum=0),
+        )
+
+
+def limited(file: WeightFile, n_layer_exit: int | None, moe_n_expert: int | None) -> WeightFile:
+    """The file as if it had only the first layers, or used fewer experts."""
+    arch = file.get_str("general.architecture")
+    has = Extent.of(file)
+    changed = {}
+    if n_layer_exit is not None:
+        _check("n_layer_exit", n_layer_exit, has.layers, f"{file.path} has {has.layers} layers")
+        changed[f"{arch}.block_count"] = n_layer_exit
+    if moe_n_expert is not None:
+        if not has.experts:
+            raise RequestError(
+                f"moe_n_expert is {moe_n_expert}, but {file.path} has no experts; leave it out"
+            )
+        uses = f"{file.path} was made to use {has.experts}"
+        _check("moe_n_expert", moe_n_expert, has.experts, uses)
+        changed[f"{arch}.expert_used_count"] = moe_n_expert
+    seen = copy.copy(file)
+    seen.metadata = MappingProxyType({**file.metadata, **changed})
+    if n_layer_exit is not None:
+        behind = tuple(f"blk.{i}." for i in range(n_layer_exit, has.layers))
+        tensors = file.tensors.items()
+        seen.tensors = {name: info for name, info in tensors if not name.startswith(behind)}
+    return seen
+
+
+def _check(name: str, value: int, most: int, because: str) -> None:
+    if not 1 <= value <= most:
+        raise RequestError(f"{name} is {value}, but {because}; pass 1 to {most}, or leave it out")
