@@ -9,9 +9,14 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from quire.errors import RequestError
 from quire.weights.file import WeightFile
+from quire.weights.gguf_format import Value
 
 
 @dataclass(frozen=True)
@@ -36,10 +41,11 @@ def limited(file: WeightFile, n_layer_exit: int | None, moe_n_expert: int | None
     """The file as if it had only the first layers, or used fewer experts."""
     arch = file.get_str("general.architecture")
     has = Extent.of(file)
-    changed = {}
+    changed: dict[str, Value] = {}
     if n_layer_exit is not None:
         _check("n_layer_exit", n_layer_exit, has.layers, f"{file.path} has {has.layers} layers")
         changed[f"{arch}.block_count"] = n_layer_exit
+        changed |= {key: value[:n_layer_exit] for key, value in _by_layer(file, arch, has.layers)}
     if moe_n_expert is not None:
         if not has.experts:
             raise RequestError(
@@ -55,6 +61,16 @@ def limited(file: WeightFile, n_layer_exit: int | None, moe_n_expert: int | None
         tensors = file.tensors.items()
         seen.tensors = {name: info for name, info in tensors if not name.startswith(behind)}
     return seen
+
+
+def _by_layer(file: WeightFile, arch: str, layers: int) -> list[tuple[str, NDArray[Any]]]:
+    """What has an entry for each layer."""
+    return [
+        (key, value)
+        for key, value in file.metadata.items()
+        if key.startswith(f"{arch}.") and not key.startswith(f"{arch}.rope.")
+        if isinstance(value, np.ndarray) and len(value) == layers
+    ]
 
 
 def _check(name: str, value: int, most: int, because: str) -> None:

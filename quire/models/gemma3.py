@@ -28,7 +28,7 @@ from quire.weights.naming import ADD_ONE, HFConfig, Naming
 FULL, WINDOW = "attention", "window"
 _PERIOD = 6
 _LOCAL_BASE = 10000.0
-_LAYERS_27B = 62
+_WIDTH_27B = 5376
 _TENSORS = hf.ATTENTION | hf.QK_NORM | hf.FEED_FORWARD | {
     "ffn_norm.weight": "pre_feedforward_layernorm.weight",
     "post_attention_norm.weight": "post_attention_layernorm.weight",
@@ -169,7 +169,7 @@ def build(file: WeightFile, load: Loader, ops: Ops, type_k: str, type_v: str) ->
 
 def _attention_scale(file: WeightFile, c: DenseConfig) -> float:
     """Files seldom give it: it follows from a head's size, in the largest model from the width."""
-    over = c.width // c.n_heads if c.n_layers == _LAYERS_27B else c.head_dim
+    over = c.width // c.n_heads if c.width == _WIDTH_27B else c.head_dim
     return file.get_float("gemma3.attention.scale", default=over**-0.5, minimum=0.0)
 
 

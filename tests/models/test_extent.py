@@ -15,6 +15,7 @@ import quire
 from quire.cli import main
 from quire.errors import BudgetError, RequestError
 from tests import tiny
+from tests.models.test_golden import MODELS
 
 IDS = [int(i) for i in np.random.default_rng(5).integers(0, 256, 60)]
 DENSE = tiny.Tiny(layers=4, seed=20)
@@ -101,3 +102,11 @@ def test_the_command_line_says_what_ran(folder: Path) -> None:
     assert (part["layers"], part["experts"]) == (1, 2)
     shown = run("show", path)
     assert shown["layers"] == 3 and shown["experts"] == "6, of which a token uses 4"
+
+
+@pytest.mark.parametrize("name", sorted(p.name for p in MODELS.iterdir() if p.is_dir()))
+def test_every_kind_of_model_can_stop_early(name: str) -> None:
+    with quire.load(MODELS / name, n_layer_exit=2) as llm:
+        assert sorted(i for group in llm.model.groups for i in group.layers) == [0, 1]
+        assert np.isfinite(llm.logits(IDS)).all()
+        assert llm.generate(IDS, max_tokens=3, ignore_eos=True).timings.layers == 2
