@@ -1,8 +1,9 @@
 """What fewer experts or fewer layers save, and what they cost.
 
 Every variant of a model runs in the same rounds, and speeds are given as ratios to the whole
-model: the best of all rounds, because whoever else computes here only makes a figure worse. Perplexity is over windows of 512 tokens of a text, the same for all variants: as many
-windows as the time allows.
+model: the best of all rounds, because whoever else computes here only makes a figure worse.
+Perplexity is over windows of 512 tokens of a text, the same for all variants: as many windows as
+the time allows.
 
     python bench/models.py --model tests/data/models/tiny-moe --experts 4 2 1 \\
         --text tests/data/models/validation.txt
