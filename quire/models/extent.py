@@ -57,10 +57,16 @@ def limited(file: WeightFile, n_layer_exit: int | None, moe_n_expert: int | None
     seen = copy.copy(file)
     seen.metadata = MappingProxyType({**file.metadata, **changed})
     if n_layer_exit is not None:
-        behind = tuple(f"blk.{i}." for i in range(n_layer_exit, has.layers))
         tensors = file.tensors.items()
-        seen.tensors = {name: info for name, info in tensors if not name.startswith(behind)}
+        seen.tensors = {name: t for name, t in tensors if _layer_of(name) < n_layer_exit}
     return seen
+
+
+def _layer_of(name: str) -> int:
+    """The layer a tensor belongs to; -1 for one of no layer."""
+    at, _, rest = name.partition(".")
+    number = rest.partition(".")[0]
+    return int(number) if at == "blk" and number.isdecimal() else -1
 
 
 def _by_layer(file: WeightFile, arch: str, layers: int) -> list[tuple[str, NDArray[Any]]]:
