@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "panels.h"
 #include "pieces.h"
 
 namespace quire {
@@ -66,29 +67,6 @@ Pairs route(Cpu& cpu, const Array& logits, const Routing& routing) {
     return pairs;
 }
 
-// The activations of all pairs as the kernels read them, a panel for each expert, and room for each
-// thread.
-struct Panels {
-    Array memory;
-    int64_t quantized_bytes, float_bytes;  // of one pair; 0 where no part needs it
-    uint8_t *quantized, *floats;
-    float* rooms;
-    int64_t room;  // floats of one thread
-};
-
-Panels take_panels(Cpu& cpu, const Matrix& w, int64_t pairs) {
-    const MatmulKernels& kernels = matmul_kernels(cpu.isa);
-    bool quantized = false, floats = false;
-    for (const Part& part : w.parts) (is_dense(part.tile) || cpu.exact ? floats : quantized) = true;
-    const int64_t qbytes = quantized ? kernels.quantized_bytes(w.cols) : 0;
-    const int64_t fbytes = floats ? kernels.float_bytes(w.cols) : 0;
-    const int64_t room = w.cols * (cpu.exact ? kernels.lanes : 1);
-    Array memory = cpu.array(1, pairs * (qbytes + fbytes) / 4 + cpu.pool.size() * room);
-    uint8_t* at = reinterpret_cast<uint8_t*>(memory.data);
-    return {std::move(memory), qbytes, fbytes, at, at + pairs * qbytes,
-            reinterpret_cast<float*>(at + pairs * (qbytes + fbytes)), room};
-}
-
 // Row blocks of one part × a strip of one expert's tokens.
 struct Segment {
     Product product;
@@ -132,12 +110,12 @@ void multiply(Cpu& cpu, const std::vector<Segment>& segments, const Panels& pane
     int64_t blocks = 0, tokens = 0;
     for (const Segment& s : segments) blocks += s.blocks, tokens += s.token_end - s.token;
     const bool reading = tokens < kernels.token_step * int64_t(segments.size());
-    const int64_t least = (reading ? CHUNK_BYTES / last.product.part.stride : 3) * cost / blocks;
-    in_pieces(cpu.pool, cost, least, [&](int64_t begin, int64_t end, int thread) {
+    const int64_t least = reading ? std::max<int64_t>(1, CHUNK_BYTES / last.product.part.stride) : 3;  // blocks
+    in_pieces(cpu.pool, cost, least * cost / blocks, [&](int64_t begin, int64_t end, int thread) {
         for (const Segment& s : segments) {  // blocks that begin in the piece
+            if (end <= s.begin) break;
             const int64_t from = std::max<int64_t>(0, (begin - s.begin + s.cost - 1) / s.cost);
             const int64_t to = std::min(s.blocks, (end - s.begin + s.cost - 1) / s.cost);
-            if (end <= s.begin) break;
             if (from >= to) continue;
             if (s.unpacks)
                 kernels.multiply_exact(s.product, from, to, s.token, s.token_end, panels.rooms + thread * panels.room);
@@ -150,7 +128,7 @@ void multiply(Cpu& cpu, const std::vector<Segment>& segments, const Panels& pane
 template <class RowOf>
 void multiply_pairs(Cpu& cpu, const Matrix& w, const Pairs& pairs, RowOf&& row_of, Array& out) {
     const MatmulKernels& kernels = matmul_kernels(cpu.isa);
-    const Panels panels = take_panels(cpu, w, pairs.count());
+    const Panels panels = take_panels(cpu, w, pairs.count(), cpu.exact);  // one for each expert, in a row
     auto fill = [&](int64_t begin, int64_t end, int thread) {
         auto next = std::upper_bound(pairs.first.begin(), pairs.first.end(), begin);
         for (int64_t pair = begin; pair < end; pair++) {
