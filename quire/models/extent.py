@@ -66,7 +66,8 @@ def _layer_of(name: str) -> int:
     """The layer a tensor belongs to; -1 for one of no layer."""
     at, _, rest = name.partition(".")
     number = rest.partition(".")[0]
-    return int(number) if at == "blk" and number.isdecimal() else -1
+    counted = at == "blk" and number.isdecimal() and len(number) < 10
+    return int(number) if counted else -1
 
 
 def _by_layer(file: WeightFile, arch: str, layers: int) -> list[tuple[str, NDArray[Any]]]:
