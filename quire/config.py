@@ -30,6 +30,8 @@ class LoadConfig:
     type_k: str = "f16"
     type_v: str = "f16"
     swa_full: bool = False
+    swap_space: int | str = "4GiB"
+    """Bytes of disk for sequences that make room for others; 0 computes them again instead."""
     moe_n_expert: int | None = None
     n_layer_exit: int | None = None
     activations: Literal["int8", "f32"] = "int8"
@@ -57,6 +59,10 @@ class LoadConfig:
             return max(available_memory() - _MARGIN, _MARGIN)
         return parse_bytes(self.memory_budget)
 
+    def swap_bytes(self) -> int:
+        """Bytes of disk that parked sequences may take."""
+        return 0 if self.swap_space in (0, "0") else parse_bytes(self.swap_space)
+
     def thread_count(self) -> int:
         """How many threads compute: what was asked for, or one per usable core."""
         return self.threads or len(os.sched_getaffinity(0))
@@ -81,6 +87,14 @@ def available_memory() -> int:
     except OSError:
         pass
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def process_memory() -> int:
+    """Bytes of this process that are in memory now; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
 
 
 def cache_folder() -> Path:

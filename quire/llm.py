@@ -24,6 +24,7 @@ from quire.jobs import Job, JobRunner
 from quire.memory.budget import Budget
 from quire.memory.build import build_memory
 from quire.memory.prefix import PrefixIndex
+from quire.memory.tiers import DiskTier, Tiers
 from quire.models.extent import Extent, limited
 from quire.models.loader import ProgressFn, loaded_bytes
 from quire.models.registry import architecture_of, load_model, open_weights
@@ -75,7 +76,8 @@ class LLM:
             PrefixIndex(memory, settings.page_tokens, str(path), settings.page_tokens), self.budget
         )
         runner = Runner(self.model, self.ops)
-        self.engine = Engine(runner, memory, prefix, self.n_ctx, constrainer, end_ids)
+        tiers = Tiers(DiskTier(config.cache_folder(), settings.swap_bytes()))
+        self.engine = Engine(runner, memory, prefix, tiers, self.n_ctx, constrainer, end_ids)
         self.jobs = JobRunner(self.engine, end_ids)
         self.load_s = time.perf_counter() - started
 
@@ -177,7 +179,7 @@ class LLM:
     @property
     def memory(self) -> MemoryReport:
         """What memory holds now; prints as a table."""
-        return MemoryReport(self.engine.memory, self.engine.prefix.index, self.budget, self.ops)
+        return MemoryReport(self.engine, self.budget)
 
     def forget(self, salt: str | None = None) -> None:
         """Drops cached prefixes: all of them, or those of one salt."""
@@ -187,6 +189,7 @@ class LLM:
         """Gives back everything that is held."""
         self.engine.prefix.index.close()
         self.engine.memory.close()
+        self.engine.tiers.close()
 
     def __enter__(self) -> LLM:
         return self

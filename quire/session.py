@@ -97,7 +97,7 @@ class Session:
     def checkpoint(self) -> Mark:
         """A mark of this place; moves no bytes."""
         sequence = self._live()
-        name = self._llm.engine.memory.checkpoint_save(sequence.id)
+        name = self._llm.engine.checkpoint(sequence)
         self._marks.append(name)
         return Mark(
             name, tuple(sequence.tokens), sequence.computed, sequence.logits, sequence.moved
@@ -115,6 +115,19 @@ class Session:
             raise RequestError(
                 f"rewind takes a mark, or -1 to -{len(sequence.tokens)} tokens here, not {to!r}"
             )
+        return self
+
+    def keep(self, pin: bool = False, ttl_s: float | None = None) -> Session:
+        """Keeps this place for whatever begins the same; pinned, until ttl_s seconds are over.
+
+        Prompts that are used again and again, and places in them that others branch off from.
+        """
+        sequence = self._live()
+        self._compute()
+        self._llm.engine.hold(sequence)
+        if not sequence.tokens or sequence.moved:
+            raise RequestError("there is nothing to keep: no tokens, or some were taken out")
+        self._llm.engine.prefix.keep(sequence, pin, ttl_s)
         return self
 
     def remove(self, start: int, stop: int) -> Session:

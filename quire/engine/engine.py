@@ -9,13 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.engine.constrain import Constrainer
+from quire.engine.preempt import MakeRoom
 from quire.engine.prefix_cache import PrefixCache
 from quire.engine.runner import Runner
 from quire.engine.sampling import choose, make_sampler, verify
 from quire.engine.scheduler import Scheduler
 from quire.engine.sequence import Accepted, Generation, Sequence
-from quire.errors import ContextError, RequestError
+from quire.errors import BudgetError, ContextError, RequestError
 from quire.memory.interface import Memory, SeqTokens, Status
+from quire.memory.tiers import Tiers
 from quire.types import Request, StepOutput
 
 
@@ -23,7 +25,7 @@ class Engine:
     """Sequences over one model and one memory."""
 
     def __init__(
-        self, runner: Runner, memory: Memory, prefix: PrefixCache, n_ctx: int,
+        self, runner: Runner, memory: Memory, prefix: PrefixCache, tiers: Tiers, n_ctx: int,
         constrainer: Constrainer, end_ids: Iterable[int] = (), max_tokens: int = 512,
     ) -> None:  # fmt: skip
         self.runner = runner
@@ -32,7 +34,12 @@ class Engine:
         self.prefix = prefix
         self.n_ctx = n_ctx
         self.constrainer = constrainer
-        self.scheduler = Scheduler(max_tokens, n_ctx, frozenset(end_ids), prefix.evict_one)
+        self.tiers = tiers
+        self._sequences: dict[int, Sequence] = {}
+        self.room = MakeRoom(
+            memory, tiers, prefix, self._idle_sequences, lambda: runner.seconds_per_token
+        )
+        self.scheduler = Scheduler(max_tokens, n_ctx, frozenset(end_ids), self.room)
 
     def step(self) -> list[StepOutput]:
         """Computes some tokens of everybody who has any to compute."""
@@ -55,11 +62,12 @@ class Engine:
 
     def open(self) -> Sequence:
         """An empty sequence."""
-        return Sequence(self.memory.seq_new())
+        return self._opened(Sequence(self.memory.seq_new()))
 
     def fork(self, sequence: Sequence) -> Sequence:
         """A second sequence with the same past; they share every page."""
-        twin = Sequence(self.memory.seq_new(), sequence.tokens)
+        self.hold(sequence)
+        twin = self._opened(Sequence(self.memory.seq_new(), sequence.tokens))
         self.memory.seq_cp(sequence.id, twin.id, 0, -1)
         twin.computed, twin.logits = sequence.computed, sequence.logits
         twin.salt, twin.moved = sequence.salt, sequence.moved
@@ -71,6 +79,37 @@ class Engine:
         self.stop(sequence)
         self.prefix.leave(sequence)
         self.memory.seq_free(sequence.id)
+        del self._sequences[sequence.id]
+
+    def hold(self, sequence: Sequence) -> None:
+        """Brings a sequence's pages back into memory if they are parked."""
+        while sequence.parked:
+            if self.memory.fits([(sequence.id, 1)]):
+                self.room.bring_back(sequence)
+            elif not (
+                self.room.evict_one()
+                or self.room.park_idle()
+                or self.scheduler.take_from_others(sequence)
+            ):
+                if sequence.moved:
+                    raise BudgetError(
+                        f"a session of {len(sequence.tokens)} tokens has no room to come back to; "
+                        "close others, or raise memory_budget"
+                    )
+                self.room.give_up(sequence)
+
+    def checkpoint(self, sequence: Sequence) -> str:
+        """Keeps a sequence as it is now; the name says where to come back to."""
+        self.hold(sequence)
+        return self.memory.checkpoint_save(sequence.id)
+
+    def _opened(self, sequence: Sequence) -> Sequence:
+        self._sequences[sequence.id] = sequence
+        return sequence
+
+    def _idle_sequences(self) -> list[Sequence]:
+        active = self.scheduler.active
+        return [s for s in self._sequences.values() if s not in active and s.computed > 0]
 
     def append(self, sequence: Sequence, tokens: Seq[int]) -> None:
         """Adds tokens to be computed by the next steps."""
@@ -82,6 +121,7 @@ class Engine:
 
     def truncate(self, sequence: Sequence, length: int) -> None:
         """Drops all tokens from position `length` on."""
+        self.hold(sequence)
         if not self.memory.seq_rm(sequence.id, length, -1):
             raise RequestError(
                 f"position {length} cannot be restored: nothing covers it any more; "
@@ -94,6 +134,7 @@ class Engine:
 
     def remove(self, sequence: Sequence, start: int, stop: int) -> None:
         """Takes computed tokens out of the middle; those behind move up, rotated, in place."""
+        self.hold(sequence)
         behind = stop < len(sequence.tokens)
         if behind:
             self.memory.check_add(sequence.id, stop, -1, start - stop)
@@ -107,22 +148,22 @@ class Engine:
         sequence.logits = None
         if behind:
             self.memory.seq_add(sequence.id, stop, -1, start - stop)
-            self._update(optimize=True)
-            sequence.moved = True
+            if self._update(sequence, optimize=True) or self._update(sequence, optimize=False):
+                sequence.moved = True
+            else:  # no room to turn shared pages in: the tokens are computed where they are now
+                self.room.give_up(sequence)
         self.prefix.track(sequence)
 
-    def _update(self, optimize: bool) -> None:
-        """Does what memory has pending, with room made where it needs some."""
+    def _update(self, sequence: Sequence, optimize: bool) -> bool:
+        """Does what is pending on a sequence; False where there is no room for that."""
         while True:
             with self.memory.init_update(optimize) as update:
-                if update.status is Status.SUCCESS:
-                    update.apply()
-                    return
                 if not update.status.is_fail:
-                    return
-            if not self.prefix.evict_one():
-                assert update.error is not None
-                raise update.error
+                    if update.status is Status.SUCCESS:
+                        update.apply()
+                    return True
+            if not (self.room.evict_one() or self.room.park_idle(but=sequence)):
+                return False
 
     def restore(
         self, sequence: Sequence, name: str, tokens: Seq[int], computed: int, moved: bool = False
@@ -130,7 +171,8 @@ class Engine:
         """Makes a sequence what a checkpoint holds."""
         self.memory.checkpoint_restore(sequence.id, name)
         sequence.tokens[:] = tokens
-        sequence.computed, sequence.logits, sequence.moved = computed, None, moved
+        sequence.computed, sequence.logits = computed, None
+        sequence.moved, sequence.parked = moved, False
         self.prefix.track(sequence)
 
     def start(self, sequence: Sequence, request: Request) -> list[StepOutput]:

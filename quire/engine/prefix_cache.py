@@ -1,7 +1,10 @@
 """What the engine keeps so that a prompt's beginning is computed once.
 
-The index knows places in memory; this decides when one is made: at the end of a prompt and when a
-sequence ends. Cached places use no more than half of the budget, and give way to running ones.
+The index knows places in memory; this decides when one is made: at the end of a prompt, when a
+sequence ends, and where a client says so. Memory that cannot be cut back to any position (a
+window, a state) gets more of them: at the end of each chunk of a long prompt, and where a prompt
+leaves one that is known already. Cached places use no more than half of the budget, and give way
+to running sequences.
 """
 
 from __future__ import annotations
@@ -46,11 +49,27 @@ class PrefixCache:
         """Follows a step: running sequences grow, and the ends of prompts are kept."""
         for one in accepted:
             sequence = one.sequence
-            if one.token is None or sequence.moved:
+            if sequence.moved:
                 continue
-            self.index.extend(sequence.id, (one.token,))
-            if one.kept > 1 or sequence.computed == one.kept:  # that was the end of a prompt
+            if one.token is not None:
+                self.index.extend(sequence.id, (one.token,))
+            if self._is_place(one):
                 self._insert(sequence)
+
+    def _is_place(self, one: Accepted) -> bool:
+        """Whether what a sequence holds now is worth keeping."""
+        sequence = one.sequence
+        if one.token is not None:  # it is, at the end of a prompt
+            return one.kept > 1 or sequence.computed == one.kept
+        if sequence.computed == sequence.branch_at:
+            return True
+        # Nothing in the middle of a prompt has to be kept where memory can be cut back to it.
+        cut = sequence.computed // 2
+        return sequence.pending > 0 and not self.index.memory.can_rm(sequence.id, cut, -1)
+
+    def keep(self, sequence: Sequence, pin: bool, ttl_s: float | None) -> None:
+        """Keeps what a sequence holds now, because a client says so."""
+        self._insert(sequence, pin, ttl_s)
 
     def track(self, sequence: Sequence) -> None:
         """The tokens of a sequence changed other than by a step."""
@@ -59,9 +78,14 @@ class PrefixCache:
         else:
             self.index.track(sequence.id, sequence.tokens, sequence.salt)
 
+    def pause(self, sequence: Sequence) -> None:
+        """A sequence cannot be shared from until it is tracked again."""
+        self.index.untrack(sequence.id)
+
     def leave(self, sequence: Sequence) -> None:
         """A sequence ends: what it holds is kept for others."""
-        if sequence.computed and sequence.error is None and not sequence.moved:
+        here = sequence.computed > 0 and not sequence.parked
+        if here and sequence.error is None and not sequence.moved:
             self._insert(sequence)
         self.index.untrack(sequence.id)
 
@@ -73,10 +97,13 @@ class PrefixCache:
         first = sequence.tokens[:-1]
         sequence.computed = self.index.adopt(sequence.id, first, sequence.salt) if first else 0
         sequence.cached = sequence.computed
+        known = self.index.known(first, sequence.salt) if sequence.computed < len(first) else 0
+        sequence.branch_at = known if known > sequence.computed else None
         self.track(sequence)
 
-    def _insert(self, sequence: Sequence) -> None:
-        self.index.insert(sequence.id, sequence.tokens[: sequence.computed], sequence.salt)
+    def _insert(self, sequence: Sequence, pin: bool = False, ttl_s: float | None = None) -> None:
+        computed = sequence.tokens[: sequence.computed]
+        self.index.insert(sequence.id, computed, sequence.salt, pin, ttl_s)
         while self._budget.free < self._budget.limit // 2 and self.index.evict_one():
             pass
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from quire.models.registry import Model
 from quire.ops import Array, Ops
 from quire.ops.batch import Batch, GroupPages
 
+_PROMPT = 32  # tokens of a step that tell how fast prompts are
+
 
 class Runner:
     """A model on one device."""
@@ -19,11 +22,17 @@ class Runner:
     def __init__(self, model: Model, ops: Ops) -> None:
         self.model = model
         self.ops = ops
+        self.seconds_per_token = 0.0  # of a prompt; 0 before one was computed
 
     def forward(self, plan: Plan, lease: Lease) -> Array:
         """Logits after the last token of each sequence that reaches its end in this step."""
+        start = perf_counter()
         last_rows = np.cumsum([e.count for e in plan.entries], dtype=np.int32) - 1
-        return self.forward_rows(lease, last_rows[[e.ends for e in plan.entries]])
+        logits = self.forward_rows(lease, last_rows[[e.ends for e in plan.entries]])
+        if len(lease.tokens) >= _PROMPT:
+            now = (perf_counter() - start) / len(lease.tokens)
+            self.seconds_per_token = (self.seconds_per_token or now) * 0.7 + now * 0.3
+        return logits
 
     def forward_rows(self, lease: Lease, rows: Any) -> Array:
         """Logits of these rows of the step."""

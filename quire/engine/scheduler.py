@@ -2,13 +2,13 @@
 
 Sequences that generate come first, one token each, so that nobody who is reading waits for
 somebody else's prompt; what is left of the step goes to prompts, in order of arrival, in chunks.
-When memory is short, cached prefixes go first; then prompts wait; when even the generating ones do
-not fit, the one that came last gives its pages back and is computed again later.
+When memory is short, cached prefixes go first; then prompts wait, and sequences that rest make
+room; when even the generating ones do not fit, the one that came last gives way and comes back
+when there is room for it to go on for a while.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from quire.engine.sequence import Accepted, Generation, Sequence
-from quire.errors import BudgetError, QuireError
+from quire.errors import BudgetError, QuireError, TierError
 from quire.memory.interface import SeqTokens
 from quire.types import FinishReason, StepOutput
 
@@ -49,27 +49,46 @@ class Plan:
         ]
 
 
-class Room(Protocol):
+class Memory(Protocol):
     """What the scheduler asks of memory."""
 
     def fits(self, counts: Seq[tuple[int, int]]) -> bool:
         """Whether so many more tokens fit in each of these sequences, all together."""
 
-    def seq_rm(self, seq: int, p0: int, p1: int) -> bool:
-        """Removes positions from a sequence."""
+
+class MakeRoom(Protocol):
+    """What it asks of whoever makes room."""
+
+    def evict_one(self) -> bool:
+        """Drops something cached; False when nothing is."""
+
+    def park_idle(self) -> bool:
+        """Parks a sequence that has nothing to compute; False when there is none."""
+
+    def preempt(self, sequence: Sequence) -> bool:
+        """Takes a sequence's pages; False when it has to keep them."""
+
+    def bring_back(self, sequence: Sequence) -> bool:
+        """Puts a parked sequence's pages back; False when it has to start over."""
+
+    def give_up(self, sequence: Sequence) -> None:
+        """Frees everything a sequence holds: it is computed again."""
+
+
+_SLACK = 64
+"""Tokens for which everybody must have room before one that gave way comes back."""
 
 
 class Scheduler:
     """Keeps the sequences that have something to compute, in order of arrival."""
 
     def __init__(
-        self, max_tokens: int, n_ctx: int, end_ids: frozenset[int],
-        evict_one: Callable[[], bool] = lambda: False,
-    ) -> None:  # fmt: skip
+        self, max_tokens: int, n_ctx: int, end_ids: frozenset[int], room: MakeRoom
+    ) -> None:
         self.max_tokens = max_tokens
         self.n_ctx = n_ctx
         self.end_ids = end_ids
-        self._evict_one = evict_one
+        self._room = room
         self._failed: list[Sequence] = []
         self.active: list[Sequence] = []
 
@@ -81,55 +100,79 @@ class Scheduler:
         """Lets a sequence go."""
         self.active.remove(sequence)
 
-    def plan(self, memory: Room) -> Plan:
+    def plan(self, memory: Memory) -> Plan:
         """The next step; whoever does not fit waits, gives way or, alone and too large, fails."""
-        entries = self._wanted()
-        while entries and not memory.fits([(e.sequence.id, e.count) for e in entries]):
+        entries = self._wanted(memory)
+        while entries and not memory.fits(_counts(entries)):
             last = entries[-1]
-            if self._evict_one():
+            if self._room.evict_one() or self._room.park_idle():
                 continue
             if len(entries) > 1:
+                entries.pop()
                 if last.sequence.generating:
-                    self._preempt(memory, last.sequence)
-                entries.pop()
-            elif not self._take_from_others(memory, last.sequence):
-                entries.pop()
-                if last.count > 1:
-                    entries.append(Entry(last.sequence, last.count // 2))
-                else:
-                    self._fail(memory, last.sequence)
-                    entries = self._wanted()
-        return Plan(tuple(entries))
+                    self._preempt(last.sequence)
+            elif not self.take_from_others(last.sequence):
+                entries = self._smaller(last, memory)
+        return Plan(tuple(e for e in entries if self._is_here(e.sequence)))
 
-    def _wanted(self) -> list[Entry]:
+    def _wanted(self, memory: Memory) -> list[Entry]:
         entries: list[Entry] = []
         room = self.max_tokens
         # The sort is stable, so within each kind the order is that of arrival.
-        for sequence in sorted(self.active, key=lambda s: not s.generating):
-            count = min(sequence.pending, room)
-            if count > 0 and not sequence.waiting:
-                entries.append(Entry(sequence, count))
+        for sequence in sorted(self.active, key=lambda s: (s.preempted, not s.generating)):
+            count = min(sequence.pending, sequence.until_branch, room)
+            if count <= 0 or sequence.waiting:
+                continue
+            entry = Entry(sequence, count)
+            back = [*entries, entry] if sequence.preempted and entries else []
+            if memory.fits(_counts(back, _SLACK)):
+                entries.append(entry)
                 room -= count
         return entries
 
-    def _take_from_others(self, memory: Room, needy: Sequence) -> bool:
-        """Preempts the latest other sequence that holds pages; False when there is none."""
-        for other in reversed(self.active):
-            if other is not needy and other.computed > 0:
-                self._preempt(memory, other)
+    def _is_here(self, sequence: Sequence) -> bool:
+        """Whether a sequence can run in this step; its pages are brought back if need be."""
+        sequence.preempted = False
+        if not sequence.parked or self._room.bring_back(sequence):
+            return True
+        if sequence.moved:
+            self._fail(sequence, TierError("the pages of a sequence could not be read back"))
+        return False
+
+    def _smaller(self, entry: Entry, memory: Memory) -> list[Entry]:
+        """What to try when one sequence does not fit and nobody else can make room for it."""
+        if entry.sequence.parked:  # what it takes to bring it back is known only as a bound
+            self._room.give_up(entry.sequence)
+        elif entry.count > 1:
+            return [Entry(entry.sequence, entry.count // 2)]
+        else:
+            n = len(entry.sequence.tokens)
+            error = BudgetError(
+                f"a sequence of {n} tokens does not fit the memory budget alone; raise "
+                "memory_budget or kv_cache_tokens, or close other sessions"
+            )
+            self._fail(entry.sequence, error)
+        return self._wanted(memory)
+
+    def take_from_others(self, needy: Sequence) -> bool:
+        """Lets the latest other sequence that holds pages give way; False when there is none."""
+        others = [o for o in reversed(self.active) if o is not needy and o.computed > 0]
+        if any(self._preempt(other) for other in others if not other.parked):
+            return True
+        for other in others:  # parked ones may still hold pages together
+            if other.parked and not other.moved:
+                self._room.give_up(other)
                 return True
         return False
 
-    def _preempt(self, memory: Room, sequence: Sequence) -> None:
-        memory.seq_rm(sequence.id, 0, -1)
-        sequence.computed = 0
+    def _preempt(self, sequence: Sequence) -> bool:
+        done = self._room.preempt(sequence)
+        sequence.preempted |= done
+        return done
 
-    def _fail(self, memory: Room, sequence: Sequence) -> None:
-        self._preempt(memory, sequence)
-        sequence.error = BudgetError(
-            f"a sequence of {len(sequence.tokens)} tokens does not fit the memory budget alone; "
-            "raise memory_budget or kv_cache_tokens, or close other sessions"
-        )
+    def _fail(self, sequence: Sequence, error: QuireError) -> None:
+        self._room.give_up(sequence)
+        sequence.error = error
         self.remove(sequence)
         self._failed.append(sequence)
 
@@ -179,3 +222,8 @@ class Scheduler:
         if len(generation.token_ids) >= generation.sampling.max_tokens:
             return "length"
         return "length" if len(sequence.tokens) >= self.n_ctx else None
+
+
+def _counts(entries: Seq[Entry], slack: int = 0) -> list[tuple[int, int]]:
+    """Sequences and their numbers of new tokens, as memory is asked about them."""
+    return [(entry.sequence.id, entry.count + slack) for entry in entries]

@@ -51,7 +51,10 @@ class Sequence:
         self.logits: NDArray[np.float32] | None = None
         self.salt = ""
         self.moved = False  # whether tokens were taken out of its middle
+        self.parked = False  # whether its pages lie in a tier
+        self.preempted = False  # whether it gave way and has not run since
         self.cached = 0  # tokens of the current request that were in memory when it came
+        self.branch_at: int | None = None  # where its prompt leaves one that is known already
         self.waits_for: tuple[Sequence, int] | None = None  # who computes our first tokens too
         self.generation: Generation | None = None
         self.error: QuireError | None = None
@@ -65,6 +68,12 @@ class Sequence:
     def waiting(self) -> bool:
         """Whether another sequence is still computing tokens that this one will share."""
         return self.waits_for is not None
+
+    @property
+    def until_branch(self) -> int:
+        """How many tokens come before the place where its prompt leaves a known one, or all."""
+        at = self.branch_at
+        return self.pending if at is None or at <= self.computed else at - self.computed
 
     @property
     def pending(self) -> int:

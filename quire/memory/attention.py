@@ -106,7 +106,12 @@ class AttentionMemory(SequenceMemory[Table]):
         return Table(self.layout.page_tokens)
 
     def _share(self, table: Table, seq: int) -> None:
-        self.pool.share(table.pages, table.seen(), appender=seq)
+        if table.positions is not None or table.n_pages == 0:
+            self.pool.share(table.pages, table.seen(), appender=seq)
+            return
+        slots, full = table.page_tokens, table.n_pages - 1  # all pages but the last are full
+        self.pool.share_full(table.pages[:full], slots)
+        self.pool.share_one(table.last_page, table.length - full * slots, appender=seq)
 
     def _let_go(self, table: Table) -> None:
         self.pool.release(table.pages)

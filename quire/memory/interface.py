@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
-from typing import NamedTuple, Self, TypedDict
+from typing import Any, NamedTuple, Self, TypedDict
 
+from quire.memory.checkpoint import Checkpoints
 from quire.memory.layout import AttentionLayout, Int32
 from quire.memory.pool import PagePool, fit_together
 from quire.memory.state_layout import StateView
@@ -244,6 +245,8 @@ class Memory(ABC):
 
     can_shift: bool
     """Whether `seq_add` and `seq_div` are possible."""
+    checkpoints: Checkpoints[Any]
+    """All checkpoints by name, and how long it took to save, restore and delete them."""
 
     @property
     @abstractmethod

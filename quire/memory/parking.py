@@ -76,7 +76,7 @@ class Parked(Generic[T]):
 
 
 class TableReturning(Returning):
-    """The pages of one table, read back; `back` puts them in its place, `freed` follows a cancel."""
+    """The pages of one table, read back; `back` takes them, `freed` follows a cancel."""
 
     def __init__(
         self, parked: Parked[T], back: Callable[[list[Int32]], None], freed: Callable[[], None]

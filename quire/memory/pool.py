@@ -162,6 +162,14 @@ class PagePool:
         self.appender[at[alone]] = appender
         self.refs[at] = counts + 1
 
+    def share_full(self, ids: Int32, slots: int) -> None:
+        """`share` of pages of which all slots are seen: nobody can append to them any more."""
+        at = ids.astype(np.intp)
+        counts = self.refs[at]
+        assert counts.all(), "a free page cannot be shared"
+        self.frozen[at] = slots
+        self.refs[at] = counts + 1
+
     def freeze(self, ids: Int32, seen: Int32) -> None:
         """A holder that was there already sees more of these pages."""
         self.frozen[ids] = np.maximum(self.frozen[ids], seen)

@@ -23,7 +23,6 @@ from quire.memory.layout import Int32
 from quire.memory.prefix_keys import Keys
 from quire.memory.prefix_places import (
     ROOT_BYTES,
-    TOKEN_BYTES,
     Entry,
     Live,
     Places,
@@ -116,13 +115,10 @@ class PrefixIndex:
         self._misses["no state here" if matched else self._reason(place)] += 1
         return 0
 
-    def coming(self, tokens: Sequence[int] | Int32, salt: str = "") -> int:
-        """How many first tokens some tracked sequence has computed or is going to compute.
-
-        Whoever waits for it can adopt them then, so that they are computed once.
-        """
+    def known(self, tokens: Sequence[int] | Int32, salt: str = "") -> int:
+        """How many first tokens somebody holds, whether memory can restore that place or not."""
         place = make_place(self._keys.root(salt), tokens)
-        return max((live.in_common(place) for live in self._live.values()), default=0)
+        return next((n for n, _ in self._offers(place, self.min_tokens)), 0)
 
     def _offers(self, place: bytes, least: int) -> Iterator[tuple[int, Source]]:
         """Who could give how many first tokens of a place; most first."""
@@ -203,10 +199,6 @@ class PrefixIndex:
         """A tracked sequence got more tokens."""
         self._tracked(seq).place += encode(tokens)
 
-    def rewind(self, seq: int, length: int) -> None:
-        """A tracked sequence lost all tokens behind the first `length`."""
-        del self._tracked(seq).place[ROOT_BYTES + length * TOKEN_BYTES :]
-
     def untrack(self, seq: int) -> None:
         """A sequence ends or must not be shared from any more."""
         if self._live.pop(seq, None):
@@ -278,6 +270,11 @@ class PrefixIndex:
                 del self._pages[page]
 
     # -- figures --------------------------------------------------------------------------------
+
+    @property
+    def names(self) -> set[str]:
+        """The checkpoints that are the index's own."""
+        return {entry.name for entry in self._places.entries}
 
     def stats(self) -> PrefixStats:
         """Figures so far, and what is held now."""

@@ -247,8 +247,6 @@ def test_a_running_sequence_is_shared_as_far_as_it_is_computed(index: PrefixInde
     index.track(first, prompt)
     assert adopts(index, *prompt) == 0
     append(memory, first, *prompt[:6])
-    assert index.coming(prompt) == 12 and index.coming([20, 21, 9]) == 2
-    assert index.coming(prompt, "x") == 0
     assert adopts(index, *prompt) == 6
     append(memory, first, *prompt[6:])
     assert adopts(index, *prompt) == 12
@@ -256,7 +254,7 @@ def test_a_running_sequence_is_shared_as_far_as_it_is_computed(index: PrefixInde
     index.extend(first, [50, 51])  # 51 was sampled and is not computed yet
     assert adopts(index, *prompt, 50, 51) == 13
     index.untrack(first)
-    assert adopts(index, *prompt) == 0 and index.coming(prompt) == 0
+    assert adopts(index, *prompt) == 0
 
 
 def test_a_rewound_sequence_gives_what_it_has_now() -> None:
@@ -266,7 +264,7 @@ def test_a_rewound_sequence_gives_what_it_has_now() -> None:
     index.track(seq, [1, 2, 3, 4, 5, 6])
     assert memory.seq_rm(seq, 3, -1)
     assert adopts(index, 1, 2, 3, 4) == 3  # before the index is told
-    index.rewind(seq, 3)
+    index.track(seq, [1, 2, 3])
     append(memory, seq, 9, 9)
     index.extend(seq, [9, 9])
     assert adopts(index, 1, 2, 3, 4) == 3
@@ -277,9 +275,8 @@ def test_a_sequence_does_not_share_from_itself(index: PrefixIndex) -> None:
     seq = index.memory.seq_new()
     index.track(seq, [1, 2, 3])
     assert index.adopt(seq, [1, 2, 3]) == 0
-    for call in (lambda: index.extend(9, [1]), lambda: index.rewind(9, 0)):
-        with pytest.raises(RequestError, match="not tracked"):
-            call()
+    with pytest.raises(RequestError, match="not tracked"):
+        index.extend(9, [1])
 
 
 # -- positions that memory cannot restore ---------------------------------------------------------
@@ -292,6 +289,7 @@ def test_what_is_refused_leaves_no_trace_and_the_next_best_is_taken() -> None:
     keep(index, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10)
     seq = memory.seq_new()
     before = snapshot(memory)
+    assert index.known([1, 2, 3, 4, 5, 6, 7, 8, 50]) == 8
     assert index.adopt(seq, [1, 2, 3, 4, 5, 6, 7, 8, 50]) == 4  # 8 match, the state is at 9
     assert tokens_of(memory, seq) == [1, 2, 3, 4]
     memory.seq_rm(seq, -1, -1)
@@ -706,7 +704,7 @@ class PrefixMachine(RuleBasedStateMachine):
             append(self.memory, seq, *tokens[n:])
             run.tokens = tokens
         if announce:
-            self.index.rewind(seq, len(run.tokens))
+            self.index.track(seq, run.tokens, salt)
 
     @precondition(lambda self: self.runs)
     @rule(which=WHICH, tokens=FEW, known=st.booleans())
@@ -730,7 +728,7 @@ class PrefixMachine(RuleBasedStateMachine):
         if self.memory.seq_rm(seq, to, -1):
             run.tokens = run.tokens[:to]
             if run.tracked:
-                self.index.rewind(seq, to)
+                self.index.track(seq, run.tokens, run.salt)
 
     @precondition(lambda self: self.runs)
     @rule(which=WHICH)

@@ -281,6 +281,25 @@ def test_a_prompt_is_computed_once(llm: quire.LLM) -> None:
     assert cold.cached_tokens == 0 and cold.token_ids == part.token_ids
 
 
+def test_pinned_places_outlive_what_is_evicted(path: Path) -> None:
+    with quire.load(path, kv_cache_tokens=160) as llm:
+        system = list(range(40))
+        with llm.session() as s:
+            s.append(system).keep(pin=True)
+        for other in range(60, 66):
+            llm.generate([other] * 90, max_tokens=2)
+        stats = llm.memory.as_dict()["prefix"]
+        assert stats["pinned"] == 1 and stats["evictions"] > 0
+        assert llm.generate([*system, 7, 8], max_tokens=1).cached_tokens == 40
+        with llm.session() as s:
+            with pytest.raises(RequestError, match="nothing to keep"):
+                s.keep()
+            with pytest.raises(RequestError, match="ttl_s"):
+                s.append([1]).keep(ttl_s=5)
+        llm.forget()
+        assert llm.generate([*system, 7, 8], max_tokens=1).cached_tokens == 0
+
+
 def test_salts_never_share(llm: quire.LLM) -> None:
     prompt = [5] * 60
     llm.generate(prompt, max_tokens=2, cache_salt="a")

@@ -18,16 +18,50 @@ END = 99
 class CountingMemory:
     """Room for so many tokens."""
 
-    def __init__(self, room: int) -> None:
+    def __init__(self, room: int, tier: int = 0) -> None:
         self.room = room
         self.held: dict[int, int] = {}
+        self.giving = Giving(self, tier)
 
     def fits(self, counts: Seq[tuple[int, int]]) -> bool:
-        return sum(self.held.values()) + sum(n for _, n in counts) <= self.room
+        back = sum(self.giving.away.get(seq, 0) for seq, _ in counts)
+        return back + sum(self.held.values()) + sum(n for _, n in counts) <= self.room
 
-    def seq_rm(self, seq: int, p0: int, p1: int) -> bool:
-        self.held.pop(seq, None)
+
+class Giving:
+    """Makes room at once; with `tier`, by parking as long as so many tokens fit there."""
+
+    def __init__(self, memory: CountingMemory, tier: int = 0) -> None:
+        self.memory = memory
+        self.tier = tier
+        self.away: dict[int, int] = {}
+
+    def evict_one(self) -> bool:
+        return False
+
+    def park_idle(self) -> bool:
+        return False
+
+    def preempt(self, sequence: Sequence) -> bool:
+        if sequence.parked:
+            return False
+        held = self.memory.held.get(sequence.id, 0)
+        if sum(self.away.values()) + held <= self.tier:
+            self.away[sequence.id] = self.memory.held.pop(sequence.id)
+            sequence.parked = True
+        else:
+            self.give_up(sequence)
         return True
+
+    def bring_back(self, sequence: Sequence) -> bool:
+        self.memory.held[sequence.id] = self.away.pop(sequence.id)
+        sequence.parked = False
+        return True
+
+    def give_up(self, sequence: Sequence) -> None:
+        self.memory.held.pop(sequence.id, None)
+        self.away.pop(sequence.id, None)
+        sequence.computed, sequence.parked = 0, False
 
 
 class NoSampler:
@@ -67,12 +101,13 @@ def step(scheduler: Scheduler, memory: CountingMemory, token: int = 5) -> list[A
     st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20)), min_size=1, max_size=8),
     st.integers(80, 200),
     st.integers(1, 40),
+    st.sampled_from([0, 50, 10_000]),
 )
 def test_whoever_fits_alone_finishes(
-    sizes: list[tuple[int, int]], room: int, max_tokens: int
+    sizes: list[tuple[int, int]], room: int, max_tokens: int, tier: int
 ) -> None:
-    scheduler = Scheduler(max_tokens, 10_000, frozenset({END}))
-    memory = CountingMemory(room)
+    memory = CountingMemory(room, tier)
+    scheduler = Scheduler(max_tokens, 10_000, frozenset({END}), memory.giving)
     for id, (prompt, answer) in enumerate(sizes):
         scheduler.add(sequence(id, prompt, answer))
     gained = dict.fromkeys(range(len(sizes)), 0)
@@ -87,8 +122,8 @@ def test_whoever_fits_alone_finishes(
 
 
 def test_one_that_does_not_fit_alone_fails_and_others_go_on() -> None:
-    scheduler = Scheduler(64, 10_000, frozenset())
     memory = CountingMemory(50)
+    scheduler = Scheduler(64, 10_000, frozenset(), memory.giving)
     scheduler.add(sequence(0, 51, 5))
     scheduler.add(sequence(1, 10, 5))
     outputs = []
@@ -100,8 +135,8 @@ def test_one_that_does_not_fit_alone_fails_and_others_go_on() -> None:
 
 
 def test_generating_sequences_do_not_wait_for_a_prompt() -> None:
-    scheduler = Scheduler(8, 10_000, frozenset())
     memory = CountingMemory(1000)
+    scheduler = Scheduler(8, 10_000, frozenset(), memory.giving)
     scheduler.add(sequence(0, 4, 50))
     step(scheduler, memory)
     scheduler.add(sequence(1, 100, 5))
@@ -113,10 +148,11 @@ def test_generating_sequences_do_not_wait_for_a_prompt() -> None:
 
 def test_an_end_token_ends_unless_ignored() -> None:
     for ignore, reason in ((False, "stop"), (True, None)):
-        scheduler = Scheduler(8, 10_000, frozenset({END}))
+        memory = CountingMemory(100)
+        scheduler = Scheduler(8, 10_000, frozenset({END}), memory.giving)
         one = sequence(0, 2, 50)
         assert one.generation is not None
         one.generation.sampling = Sampling(max_tokens=50, ignore_eos=ignore)
         scheduler.add(one)
-        (output,) = step(scheduler, CountingMemory(100), token=END)
+        (output,) = step(scheduler, memory, token=END)
         assert output.finish_reason == reason and output.token_ids == (END,)

@@ -1,0 +1,88 @@
+"""Making room: what is cached goes first, then sequences that rest, then those that came last.
+
+A sequence gives way in one of two manners. Its own pages go to a tier and are read back later
+(parked), or they are freed and its tokens are computed again: whichever is sooner done, by the
+speeds measured so far. A sequence with tokens taken out of its middle can only be parked, since
+computing its tokens again would make others of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from quire.engine.prefix_cache import PrefixCache
+from quire.engine.sequence import Sequence
+from quire.errors import OutOfMemory
+from quire.memory.interface import Memory
+from quire.memory.tiers import Tiers
+
+
+class MakeRoom:
+    """Takes pages from sequences, and gives them back."""
+
+    def __init__(
+        self, memory: Memory, tiers: Tiers, prefix: PrefixCache,
+        idle: Callable[[], Iterable[Sequence]], seconds_per_token: Callable[[], float],
+    ) -> None:  # fmt: skip
+        self._memory = memory
+        self._tiers = tiers
+        self._prefix = prefix
+        self._idle = idle
+        self._seconds_per_token = seconds_per_token
+        self.counts = {"parked": 0, "recomputed": 0, "brought back": 0}
+
+    def evict_one(self) -> bool:
+        """Drops the cached prefix that is worth least; False when there is none."""
+        return self._prefix.evict_one()
+
+    def park_idle(self, but: Sequence | None = None) -> bool:
+        """Parks a sequence that has nothing to compute; False when there is none."""
+        resting = (s for s in self._idle() if not s.parked and s is not but)
+        return any(self.park(sequence) for sequence in resting)
+
+    def preempt(self, sequence: Sequence) -> bool:
+        """Takes a sequence's pages; False when it has to keep them."""
+        if sequence.parked:
+            return False
+        n_bytes = self._memory.park_bytes(sequence.id)
+        again = sequence.computed * self._seconds_per_token()
+        if (sequence.moved or self._tiers.seconds(n_bytes) < again) and self.park(sequence):
+            return True
+        if sequence.moved:
+            return False
+        self.give_up(sequence)
+        return True
+
+    def park(self, sequence: Sequence) -> bool:
+        """Moves a sequence's own pages to a tier; False when none takes them, or it has none."""
+        n_bytes = self._memory.park_bytes(sequence.id)
+        tier = self._tiers.for_bytes(n_bytes)
+        if tier is None or n_bytes == 0:
+            return False
+        try:
+            self._memory.park(sequence.id, tier)
+        except OutOfMemory:
+            return False
+        sequence.parked = True
+        self._prefix.pause(sequence)
+        self.counts["parked"] += 1
+        return True
+
+    def bring_back(self, sequence: Sequence) -> bool:
+        """Puts a parked sequence's pages back; where they are lost it starts over, and False."""
+        try:
+            self._memory.unpark(sequence.id)
+        except OutOfMemory:
+            self.give_up(sequence)
+            return False
+        sequence.parked = False
+        self._prefix.track(sequence)
+        self.counts["brought back"] += 1
+        return True
+
+    def give_up(self, sequence: Sequence) -> None:
+        """Frees everything a sequence holds, here and in a tier: it is computed again."""
+        self._memory.seq_rm(sequence.id, 0, -1)
+        sequence.computed, sequence.parked = 0, False
+        self._prefix.track(sequence)
+        self.counts["recomputed"] += 1
