@@ -35,9 +35,10 @@ class LoadConfig:
     moe_n_expert: int | None = None
     n_layer_exit: int | None = None
     activations: Literal["int8", "f32"] = "int8"
+    quantize: Literal["q8_0", "q4_0"] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("n_ctx", "threads", "kv_cache_tokens"):
+        for name in ("n_ctx", "threads", "kv_cache_tokens", "moe_n_expert", "n_layer_exit"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise RequestError(f"{name} must be a whole number above 0, not {value!r}")
@@ -45,11 +46,10 @@ class LoadConfig:
             raise RequestError(f"device {self.device!r} is not there; this build runs on 'cpu'")
         if self.n_gpu_layers not in ("auto", 0):
             raise RequestError(f"n_gpu_layers is {self.n_gpu_layers!r}, but no GPU is used; pass 0")
-        for name in ("moe_n_expert", "n_layer_exit"):
-            if getattr(self, name) is not None:
-                raise RequestError(f"{name} is not there yet; leave it out")
         if self.activations not in ("int8", "f32"):
             raise RequestError(f"activations must be 'int8' or 'f32', not {self.activations!r}")
+        if self.quantize not in (None, "q8_0", "q4_0"):
+            raise RequestError(f"quantize must be 'q8_0', 'q4_0' or None, not {self.quantize!r}")
         if self.page_tokens < 16 or self.page_tokens % 16:
             raise RequestError(f"page_tokens must be a multiple of 16, not {self.page_tokens}")
 

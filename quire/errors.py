@@ -3,6 +3,7 @@
     QuireError
     ├── FileError            a file is damaged, hostile or of an unknown format
     │   ├── GGUFError
+    │   ├── SafetensorsError
     │   └── SessionFileError
     ├── ModelError           the file is sound, but not a model that can run here
     ├── TokenizerError       a vocabulary that cannot be used, or text that cannot be encoded
@@ -31,6 +32,7 @@ __all__ = [
     "PagesError",
     "QuireError",
     "RequestError",
+    "SafetensorsError",
     "SessionFileError",
     "TemplateError",
     "TierError",
@@ -48,6 +50,10 @@ class FileError(QuireError):
 
 class GGUFError(FileError):
     """A GGUF file breaks the format; the message names the file, the field and the value."""
+
+
+class SafetensorsError(FileError):
+    """A safetensors file, or what lies beside it, breaks the format or is not to be read."""
 
 
 class SessionFileError(FileError):

@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 from quire.engine.engine import Engine
 from quire.engine.sequence import Sequence
 from quire.errors import QuireError
+from quire.models.extent import Extent
 from quire.text.detokenize import Detokenizer
 from quire.types import Completion, FinishReason, Request, StepOutput, Timings, TokenLogprob
 
@@ -60,7 +61,7 @@ class Job:
             self.finish_reason = output.finish_reason
             self._pieces.append(self._detokenizer.flush())
 
-    def completion(self, load_s: float) -> Completion:
+    def completion(self, load_s: float, extent: Extent) -> Completion:
         """The whole result; raises what made the request fail."""
         if self.error:
             raise self.error
@@ -78,6 +79,8 @@ class Job:
                 prompt_tokens=self.prompt_tokens - self.sequence.cached,
                 decoded_tokens=max(len(self.token_ids) - 1, 0),
                 load_s=load_s,
+                layers=extent.layers,
+                experts=extent.experts,
             ),
         )
 

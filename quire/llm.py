@@ -25,8 +25,9 @@ from quire.memory.budget import Budget
 from quire.memory.build import build_memory
 from quire.memory.prefix import PrefixIndex
 from quire.memory.tiers import DiskTier, Tiers
-from quire.models.loader import ProgressFn
-from quire.models.registry import architecture_of, load_model
+from quire.models.extent import Extent, limited
+from quire.models.loader import ProgressFn, loaded_bytes
+from quire.models.registry import architecture_of, load_model, open_weights
 from quire.ops.cpu import CpuOps
 from quire.report import MemoryReport
 from quire.session import Session
@@ -35,7 +36,7 @@ from quire.text.template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 from quire.types import Completion, Constraint, Request, Sampling, SamplingFields
 from quire.weights import pull
-from quire.weights.gguf import GGUF
+from quire.weights.file import WeightFile
 
 Prompt = str | Seq[int]
 """Text, or token ids that are taken as they are."""
@@ -52,17 +53,23 @@ class LLM:
         self.settings = settings
         self.budget = Budget(settings.budget_bytes())
         self.ops = CpuOps(settings.thread_count(), exact=settings.activations == "f32")
-        with GGUF.open(path) as file:
+        with open_weights(path) as file:
             self.architecture = architecture_of(file)
-            self.tokenizer = Tokenizer.from_metadata(file.metadata, name=str(path))
-            in_file = sum(tensor.nbytes for tensor in file.tensors.values())
-            self.budget.reserve(in_file, "weights")  # too much is refused before it is loaded
-            self.model = load_model(file, self.ops, settings.type_k, settings.type_v, progress)
-        self.budget.release(in_file, "weights")
+            self.tokenizer = _tokenizer(file)
+            seen = limited(file, settings.n_layer_exit, settings.moe_n_expert)
+            self.extent = Extent.of(seen)
+            expected = loaded_bytes(seen, settings.quantize)
+            self.budget.reserve(expected, "weights")  # too much is refused before it is loaded
+            self.model = load_model(
+                seen, self.ops, settings.type_k, settings.type_v, progress, settings.quantize
+            )
+        self.budget.release(expected, "weights")
         self.budget.reserve(self.model.weight_bytes, "weights")
         memory = build_memory(self.model.groups, self.budget, settings, self.model.kernels)
-        room = min(group["pages_free"] for group in memory.stats().values()) * settings.page_tokens
-        self.n_ctx = settings.n_ctx or min(self.model.n_ctx_train, room)
+        stats = memory.stats()  # only full attention needs ever more pages as a context grows
+        full = [stats[g.name]["pages_free"] for g in self.model.groups if g.kind == "attention"]
+        rooms = [pages * settings.page_tokens for pages in full]
+        self.n_ctx = settings.n_ctx or min([self.model.n_ctx_train, *rooms])
         constrainer = Constrainer(self.tokenizer)
         end_ids = self.tokenizer.eog_ids
         prefix = PrefixCache(
@@ -118,7 +125,7 @@ class LLM:
             for one in prompts:
                 jobs.append(self._start(one, Request((), chosen, constraint, cache_salt), stop))
             self.jobs.finish(jobs)
-            completions = [job.completion(self.load_s) for job in jobs]
+            completions = [job.completion(self.load_s, self.extent) for job in jobs]
         finally:
             for job in jobs:
                 self.jobs.drop(job)
@@ -236,7 +243,7 @@ class Stream:
     @property
     def completion(self) -> Completion:
         """What has come so far, as a whole."""
-        return self._job.completion(self._llm.load_s)
+        return self._job.completion(self._llm.load_s, self._llm.extent)
 
     def close(self) -> None:
         """Ends the generation."""
@@ -251,7 +258,7 @@ class Stream:
 def load(
     model: str | Path = "smollm2", *, progress: ProgressFn | None = None, **settings: Any
 ) -> LLM:
-    """Loads a model: an alias, a path to a .gguf file, or `hf:owner/repo/file`.
+    """Loads a model: an alias, a .gguf file, a folder of safetensors, or `hf:owner/repo/file`.
 
     The settings are the fields of `quire.config.LoadConfig`.
     """
@@ -261,6 +268,13 @@ def load(
         raise RequestError(f"load has no {', '.join(unknown)}; there are {', '.join(known)}")
     chosen = config.LoadConfig(**settings)
     return LLM(pull.resolve(str(model), config.cache_folder(), progress), chosen, progress)
+
+
+def _tokenizer(file: WeightFile) -> Tokenizer:
+    """The tokenizer that comes with a model: in the file, or beside the weights."""
+    if "tokenizer.ggml.model" in file.metadata or not file.path.is_dir():
+        return Tokenizer.from_metadata(file.metadata, name=str(file.path))
+    return Tokenizer.from_hf(file.path)
 
 
 def _refuse_speculation(speculate: object) -> None:

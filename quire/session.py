@@ -74,7 +74,7 @@ class Session:
             self._llm.jobs.finish([job])
         finally:
             self._llm.jobs.drop(job)
-        return job.completion(self._llm.load_s)
+        return job.completion(self._llm.load_s, self._llm.extent)
 
     def logits(self) -> NDArray[np.float32]:
         """Logits after the last token."""

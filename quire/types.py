@@ -163,6 +163,10 @@ class Timings:
     prompt_tokens: int
     decoded_tokens: int
     load_s: float = 0.0
+    layers: int = 0
+    """Layers that each token went through."""
+    experts: int = 0
+    """Experts of a layer that each token used; 0 where there are none."""
 
     @property
     def prefill_tokens_per_s(self) -> float:

@@ -38,6 +38,14 @@ class Tiny:
     rope_factors: bool = False
     scaling: str = "none"
     seed: int = 0
+    experts: int = 0
+    used: int = 0
+    normalize: bool = True
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether q and k are normed per head."""
+        return self.arch.startswith("qwen3")
 
 
 def byte_tokens() -> list[str]:
@@ -91,15 +99,20 @@ def weights(t: Tiny) -> dict[str, NDArray[np.float32]]:
             f"{at}attn_v.weight": matrix(kv, t.width),
             f"{at}attn_output.weight": matrix(t.width, q),
             f"{at}ffn_norm.weight": norm(t.width),
-            f"{at}ffn_gate.weight": matrix(t.ffn, t.width),
-            f"{at}ffn_up.weight": matrix(t.ffn, t.width),
-            f"{at}ffn_down.weight": matrix(t.width, t.ffn),
         }
+        shapes = {"gate": (t.ffn, t.width), "up": (t.ffn, t.width), "down": (t.width, t.ffn)}
+        if t.experts:
+            out[f"{at}ffn_gate_inp.weight"] = matrix(t.experts, t.width)
+            for name, shape in shapes.items():
+                stack = np.stack([matrix(*shape) for _ in range(t.experts)])
+                out[f"{at}ffn_{name}_exps.weight"] = stack
+        else:
+            out |= {f"{at}ffn_{name}.weight": matrix(*shape) for name, shape in shapes.items()}
         if t.arch == "qwen2":
             for name, rows in (("q", q), ("k", kv), ("v", kv)):
                 bias = rng.standard_normal(rows).astype(np.float32) * 0.3
                 out[f"{at}attn_{name}.bias"] = bias
-        if t.arch == "qwen3":
+        if t.qk_norm:
             out[f"{at}attn_q_norm.weight"] = norm(t.head_dim)
             out[f"{at}attn_k_norm.weight"] = norm(t.head_dim)
     return out
@@ -121,6 +134,12 @@ def metadata(t: Tiny) -> dict[str, Any]:
         f"{t.arch}.rope.freq_base": t.base,
         f"{t.arch}.rope.dimension_count": t.head_dim,
     }
+    if t.experts:
+        out[f"{t.arch}.expert_count"] = t.experts
+        out[f"{t.arch}.expert_used_count"] = t.used
+        out[f"{t.arch}.expert_feed_forward_length"] = t.ffn
+        if not t.normalize:
+            out[f"{t.arch}.expert_weights_norm"] = False
     if t.scaling != "none":
         out[f"{t.arch}.rope.scaling.type"] = t.scaling
         out[f"{t.arch}.rope.scaling.factor"] = 4.0
@@ -133,7 +152,7 @@ def write(path: Path, t: Tiny) -> dict[str, NDArray[np.float32]]:
     exact = weights(t)
     tensors: dict[str, Any] = {}
     for name, value in exact.items():
-        if t.quantized and value.ndim == 2:
+        if t.quantized and value.ndim > 1:
             raw = np.frombuffer(quantize_q8_0(value).tobytes(), np.uint8)
             tensors[name] = (GGMLType.Q8_0, raw, value.shape)
             exact[name] = dequantize(raw, GGMLType.Q8_0, value.shape)
@@ -165,7 +184,7 @@ def forward(t: Tiny, w: dict[str, NDArray[np.float32]], ids: list[int]) -> Float
                 y + weight(f"{at}attn_{p}.bias") for y, p in zip((q, k, v), "qkv", strict=True)
             )
         q, k, v = (y.reshape(n, -1, t.head_dim) for y in (q, k, v))
-        if t.arch == "qwen3":
+        if t.qk_norm:
             q, k = norm(q, at + "attn_q_norm.weight"), norm(k, at + "attn_k_norm.weight")
         q, k = (_rotate(y, cos, sin, neox=t.arch != "llama") for y in (q, k))
         k, v = (np.repeat(y, t.heads // t.kv_heads, axis=1) for y in (k, v))
@@ -175,10 +194,34 @@ def forward(t: Tiny, w: dict[str, NDArray[np.float32]], ids: list[int]) -> Float
         heads = np.einsum("hqk,khd->qhd", scores, v).reshape(n, -1)
         x = x + heads @ weight(at + "attn_output.weight").T
         h = norm(x, at + "ffn_norm.weight")
-        gate, up = h @ weight(at + "ffn_gate.weight").T, h @ weight(at + "ffn_up.weight").T
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ weight(at + "ffn_down.weight").T
+        if t.experts:
+            x = x + _experts(t, {n: weight(f"{at}ffn_{n}.weight") for n in _EXPERTS}, h)
+        else:
+            x = x + _gated(h, *(weight(f"{at}ffn_{n}.weight") for n in ("gate", "up", "down")))
     output = "token_embd.weight" if t.tied else "output.weight"
     return norm(x, "output_norm.weight") @ weight(output).T
+
+
+_EXPERTS = ("gate_inp", "gate_exps", "up_exps", "down_exps")
+
+
+def _gated(h: Floats, gate: Floats, up: Floats, down: Floats) -> Floats:
+    y = h @ gate.T
+    return (y / (1 + np.exp(-y)) * (h @ up.T)) @ down.T
+
+
+def _experts(t: Tiny, w: dict[str, Floats], h: Floats) -> Floats:
+    """Each token on its own: softmax over all experts, then the likeliest."""
+    out = np.zeros_like(h)
+    for i, logits in enumerate(h @ w["gate_inp"].T):
+        p = np.exp(logits - logits.max())
+        p /= p.sum()
+        chosen = np.argsort(-p, kind="stable")[: t.used]
+        total = p[chosen].sum() if t.normalize else 1.0
+        for e in chosen:
+            parts = (w[name][e] for name in _EXPERTS[1:])
+            out[i] += p[e] / total * _gated(h[i : i + 1], *parts)[0]
+    return out
 
 
 def _angles(t: Tiny, w: dict[str, Any], n: int) -> tuple[Floats, Floats]:
@@ -219,4 +262,8 @@ VARIANTS = {
     "qwen2": Tiny(arch="qwen2", heads=7, kv_heads=1, head_dim=16, seed=6),
     "qwen3": Tiny(arch="qwen3", heads=6, kv_heads=3, head_dim=24, seed=7),
     "qwen3-q8_0": replace(Tiny(arch="qwen3"), quantized=True, tied=False, seed=8),
+    "moe": Tiny(arch="qwen3moe", experts=7, used=3, ffn=40, heads=6, kv_heads=3, seed=9),
+    "moe-one": Tiny(arch="qwen3moe", experts=1, used=1, seed=10),
+    "moe-all": Tiny(arch="qwen3moe", experts=5, used=5, ffn=17, normalize=False, seed=11),
+    "moe-q8_0": Tiny(arch="qwen3moe", experts=6, used=2, quantized=True, seed=12),
 }

@@ -15,7 +15,7 @@ _BAR_FROM = 256 * 1024**2  # a smaller file is loaded before a bar could be read
 
 _MODEL = [
     click.option("-m", "--model", default="smollm2", show_default=True,
-                 help="Alias, path to a .gguf file, or hf:owner/repo/file."),
+                 help="Alias, .gguf file, folder of safetensors, or hf:owner/repo/file."),
     click.option("-c", "--ctx-size", type=int, help="Tokens of context (the model's own)."),
     click.option("-t", "--threads", type=int, help="Threads that compute (one per core)."),
     click.option("--memory-budget", help="Most memory to use, such as 4GiB (what is free)."),
@@ -28,10 +28,17 @@ _MODEL = [
                  type=click.Choice(["f32", "f16", "bf16", "q8_0", "q4_0"])),
     click.option("--cache-type-v", default="f16", show_default=True,
                  type=click.Choice(["f32", "f16", "bf16", "q8_0", "q4_0"])),
+    click.option("--swa-full", is_flag=True,
+                 help="Keep what sliding windows have passed, for rewinds to any place."),
     click.option("--swap-space", default="4GiB", show_default=True,
                  help="Most disk for sequences that make room for others; 0 for none."),
+    click.option("--moe-n-expert", type=int,
+                 help="Use fewer experts than the model was made with."),
+    click.option("--n-layer-exit", type=int, help="Stop after this many layers."),
     click.option("--activations", default="int8", show_default=True,
                  type=click.Choice(["int8", "f32"]), help="f32 is exact and slower."),
+    click.option("--quantize", type=click.Choice(["q8_0", "q4_0"]),
+                 help="Turn matrices of 16 or 32 bits into these blocks while loading."),
 ]  # fmt: skip
 
 _SAMPLING = [
@@ -75,8 +82,12 @@ def load_from(options: dict[str, Any]) -> quire.LLM:
             page_tokens=options.pop("page_tokens"),
             type_k=options.pop("cache_type_k"),
             type_v=options.pop("cache_type_v"),
+            swa_full=options.pop("swa_full"),
             swap_space=options.pop("swap_space"),
+            moe_n_expert=options.pop("moe_n_expert"),
+            n_layer_exit=options.pop("n_layer_exit"),
             activations=options.pop("activations"),
+            quantize=options.pop("quantize"),
             progress=bar,
         )
     finally:

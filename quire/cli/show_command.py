@@ -9,10 +9,11 @@ from typing import Any
 import click
 
 from quire import config
-from quire.models.registry import architectures
+from quire.models.registry import architectures, open_weights
 from quire.ops.cpu import CpuOps
+from quire.text.hf import chat_template
 from quire.weights import pull
-from quire.weights.gguf import GGUF
+from quire.weights.file import WeightFile
 
 
 @click.command("show")
@@ -21,7 +22,7 @@ from quire.weights.gguf import GGUF
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def command(model: str, tensors: bool, as_json: bool) -> None:
     """Tell what MODEL holds: sizes, formats, vocabulary; and what this machine runs it with."""
-    with GGUF.open(pull.resolve(model, config.cache_folder())) as file:
+    with open_weights(pull.resolve(model, config.cache_folder())) as file:
         facts = _facts(file)
         if tensors:
             facts["tensors"] = {
@@ -40,7 +41,13 @@ def command(model: str, tensors: bool, as_json: bool) -> None:
             click.echo(f"{key:<{width}}  {value}")
 
 
-def _facts(file: GGUF) -> dict[str, Any]:
+def _experts(file: WeightFile, arch: str) -> str:
+    count = file.get_int(f"{arch}.expert_count", default=0)
+    used = file.get_int(f"{arch}.expert_used_count", default=0)
+    return f"{count}, of which a token uses {used}" if count else "none"
+
+
+def _facts(file: WeightFile) -> dict[str, Any]:
     arch = file.get_str("general.architecture")
     formats: Counter[str] = Counter()
     parameters = 0
@@ -60,8 +67,16 @@ def _facts(file: GGUF) -> dict[str, Any]:
         "bytes": sum(formats.values()),
         "architecture": arch if arch in architectures() else f"{arch} (not known to Quire)",
         "parameters": parameters,
+        "layers": file.get_int(f"{arch}.block_count", default=0),
+        "experts": _experts(file, arch),
         "formats": ", ".join(f"{n} {b / 1e6:.1f} MB" for n, b in formats.most_common()),
-        "chat_template": "tokenizer.chat_template" in file.metadata,
+        "chat_template": _has_template(file),
         "kernels": CpuOps(threads=config.LoadConfig().thread_count()).name,
         "metadata": small,
     }
+
+
+def _has_template(file: WeightFile) -> bool:
+    if file.path.is_dir():
+        return chat_template(file.path) is not None
+    return "tokenizer.chat_template" in file.metadata

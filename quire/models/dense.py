@@ -1,13 +1,14 @@
 """The decoder that Llama, Qwen2 and Qwen3 share: attention, then a gated network, per layer.
 
 An architecture's own file says what differs: how heads are rotated, whether q, k and v have
-biases, whether q and k are normed per head.
+biases, whether q and k are normed per head, what takes the place of the gated network.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from quire.errors import ModelError
 from quire.memory.build import GroupKernels
@@ -17,7 +18,7 @@ from quire.models.page_kernels import attention_kernels
 from quire.models.rope import read_rope
 from quire.ops import SILU_MUL, Array, Heads, Matrix, Ops, Rope
 from quire.ops.batch import Batch
-from quire.weights.gguf import GGUF, REQUIRED, Required
+from quire.weights.file import REQUIRED, Required, WeightFile
 
 GROUP = "attention"
 _MOST = 2**20  # no real model has more of anything that is counted here
@@ -39,8 +40,10 @@ class DenseConfig:
     rope: Rope
 
     @classmethod
-    def read(cls, file: GGUF, arch: str, neox: bool) -> DenseConfig:
-        """The sizes a GGUF file gives, each within reason."""
+    def read(
+        cls, file: WeightFile, arch: str, neox: bool, ffn: str = "feed_forward_length"
+    ) -> DenseConfig:
+        """The sizes a file gives, each within reason; `ffn` is the key of the network's."""
 
         def count(key: str, most: int = _MOST, default: int | Required = REQUIRED) -> int:
             return file.get_int(f"{arch}.{key}", default=default, minimum=1, maximum=most)
@@ -66,8 +69,8 @@ class DenseConfig:
             n_heads=n_heads,
             n_kv_heads=n_kv_heads,
             head_dim=head_dim,
-            ffn_width=count("feed_forward_length"),
-            n_vocab=_vocabulary(file),
+            ffn_width=count(ffn),
+            n_vocab=vocabulary(file, arch),
             n_ctx_train=count("context_length", 2**31),
             eps=file.get_float(
                 f"{arch}.attention.layer_norm_rms_epsilon", minimum=0.0, maximum=1.0
@@ -76,30 +79,64 @@ class DenseConfig:
         )
 
 
-def _vocabulary(file: GGUF) -> int:
+def vocabulary(file: WeightFile, arch: str) -> int:
     """Rows of the embedding, which must be the size of the vocabulary."""
     embedding = file.tensors.get("token_embd.weight")
-    n_tokens = len(file.get_array("tokenizer.ggml.tokens"))
-    if embedding is not None and embedding.shape[0] != n_tokens:
+    if "tokenizer.ggml.tokens" in file.metadata:
+        n_tokens = len(file.get_array("tokenizer.ggml.tokens"))
+    else:
+        n_tokens = file.get_int(f"{arch}.vocab_size", minimum=1)
+    if embedding is not None and embedding.shape[:1] != (n_tokens,):
         raise ModelError(
-            f"{file.path}: token_embd.weight has {embedding.shape[0]} rows, "
-            f"the vocabulary {n_tokens} tokens"
+            f"{file.path}: token_embd.weight is {list(embedding.shape)}, "
+            f"the vocabulary has {n_tokens} tokens"
         )
     return n_tokens
 
 
+class Network(Protocol):
+    """What a layer does after its attention."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that its matrices hold."""
+
+    def add_to(self, x: Array) -> None:
+        """x += network(norm(x))."""
+
+
+class GatedNetwork:
+    """down(silu(gate(x)) * up(x)); gate and up are one matrix."""
+
+    def __init__(self, ops: Ops, config: DenseConfig, load: Loader, at: str) -> None:
+        self._ops, self._eps = ops, config.eps
+        width, ffn = config.width, config.ffn_width
+        self._norm = load.vector((f"{at}ffn_norm.weight", width))
+        gate_up = ((f"{at}ffn_gate.weight", ffn), (f"{at}ffn_up.weight", ffn))
+        self._gate_up = load.matrix(width, *gate_up)
+        self._down = load.matrix(ffn, (f"{at}ffn_down.weight", width))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that its matrices hold."""
+        return int(self._gate_up.nbytes + self._down.nbytes)
+
+    def add_to(self, x: Array) -> None:
+        """x += network(norm(x))."""
+        gate_up = self._ops.linear(x, self._gate_up, self._norm, self._eps)
+        self._ops.linear(gate_up, self._down, act=SILU_MUL, into=x)
+
+
 @dataclass(frozen=True)
 class Layer:
-    """One layer's weights; q, k and v are one matrix, gate and up another."""
+    """One layer's weights; q, k and v are one matrix."""
 
     attn_norm: Array
     qkv: Matrix
     qkv_bias: Array | None
     heads: Any
     out: Matrix
-    ffn_norm: Array
-    gate_up: Matrix
-    down: Matrix
+    network: Network
 
 
 class DenseModel:
@@ -108,6 +145,7 @@ class DenseModel:
     def __init__(
         self, config: DenseConfig, load: Loader, ops: Ops, type_k: str, type_v: str,
         qkv_bias: bool = False, qk_norm: bool = False,
+        network: Callable[[str], Network] | None = None,
     ) -> None:  # fmt: skip
         self.ops = ops
         self.config = config
@@ -120,9 +158,10 @@ class DenseModel:
             ),
         )  # fmt: skip
         self._rope = ops.rope(config.rope)
+        network = network or (lambda at: GatedNetwork(ops, config, load, at))
         self.embedding = load.matrix(config.width, ("token_embd.weight", config.n_vocab))
         self.layers = [
-            self._layer(f"blk.{i}.", load, type_k, type_v, qkv_bias, qk_norm)
+            self._layer(f"blk.{i}.", load, type_k, type_v, qkv_bias, qk_norm, network)
             for i in range(config.n_layers)
         ]
         self.final_norm = load.vector(("output_norm.weight", config.width))
@@ -131,8 +170,9 @@ class DenseModel:
             self.output = load.matrix(config.width, ("output.weight", config.n_vocab))
 
     def _layer(
-        self, at: str, load: Loader, type_k: str, type_v: str, qkv_bias: bool, qk_norm: bool
-    ) -> Layer:
+        self, at: str, load: Loader, type_k: str, type_v: str, qkv_bias: bool, qk_norm: bool,
+        network: Callable[[str], Network],
+    ) -> Layer:  # fmt: skip
         c = self.config
         q, kv = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
         qkv = [("attn_q", q), ("attn_k", kv), ("attn_v", kv)]
@@ -151,13 +191,7 @@ class DenseModel:
             else None,
             heads=self.ops.heads(shape, type_k, type_v, q_norm, k_norm, c.eps),
             out=load.matrix(q, (f"{at}attn_output.weight", c.width)),
-            ffn_norm=norm("ffn_norm", c.width),
-            gate_up=load.matrix(
-                c.width,
-                (f"{at}ffn_gate.weight", c.ffn_width),
-                (f"{at}ffn_up.weight", c.ffn_width),
-            ),
-            down=load.matrix(c.ffn_width, (f"{at}ffn_down.weight", c.width)),
+            network=network(at),
         )
 
     @property
@@ -168,7 +202,7 @@ class DenseModel:
     @property
     def weight_bytes(self) -> int:
         """Bytes that all matrices hold."""
-        matrices = [m for x in self.layers for m in (x.qkv, x.out, x.gate_up, x.down)]
+        matrices = [m for x in self.layers for m in (x.qkv, x.out, x.network)]
         matrices += [self.embedding] + ([self.output] if self.output is not self.embedding else [])
         return sum(m.nbytes for m in matrices)
 
@@ -182,7 +216,6 @@ class DenseModel:
             qkv = ops.linear(x, layer.qkv, layer.attn_norm, eps, 0, layer.qkv_bias)
             heads = ops.attention(qkv, layer.heads, memory.pages, rope, k, v)
             ops.linear(heads, layer.out, into=x)
-            gate_up = ops.linear(x, layer.gate_up, layer.ffn_norm, eps)
-            ops.linear(gate_up, layer.down, act=SILU_MUL, into=x)
+            layer.network.add_to(x)
         last = ops.take_rows(x, batch.logit_rows)
         return ops.linear_fine(last, self.output, self.final_norm, eps)

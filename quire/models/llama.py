@@ -5,12 +5,24 @@ GGUF files have the rows of q and k permuted so that the pairs lie side by side.
 
 from __future__ import annotations
 
+from quire.models import hf
 from quire.models.dense import DenseConfig, DenseModel
 from quire.models.loader import Loader
 from quire.ops import Ops
-from quire.weights.gguf import GGUF
+from quire.weights.file import WeightFile
+from quire.weights.naming import HFConfig, Naming, pair_up
 
 
-def build(file: GGUF, load: Loader, ops: Ops, type_k: str, type_v: str) -> DenseModel:
+def build(file: WeightFile, load: Loader, ops: Ops, type_k: str, type_v: str) -> DenseModel:
     """The model, its tensors taken through `load`."""
     return DenseModel(DenseConfig.read(file, "llama", neox=False), load, ops, type_k, type_v)
+
+
+def from_hf(config: HFConfig) -> Naming:
+    """How a folder is seen as a GGUF file."""
+    heads = config.whole("num_attention_heads")
+    kv_heads = config.whole("num_key_value_heads", default=heads)
+    changes = {"attn_q.weight": pair_up(heads), "attn_k.weight": pair_up(kv_heads)}
+    for section in (config, config.section("rope_parameters")):  # pairs are made of whole heads
+        section.expect("partial_rotary_factor", 1.0, default=1.0)
+    return hf.decoder(config, "llama", hf.ATTENTION | hf.FEED_FORWARD, changes)

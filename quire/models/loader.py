@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from math import prod
+from typing import Final, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quire.errors import ModelError
-from quire.ops import Array, Matrix, Ops
-from quire.weights.gguf import GGUF
-from quire.weights.quant import dequantize
+from quire.ops import Array, Matrix, Ops, Part
+from quire.weights.file import TensorFacts, WeightFile
+from quire.weights.quant import GGMLType, dequantize, quantize_q4_0, quantize_q8_0
 
 ProgressFn = Callable[[int, int], None]
-Rows = tuple[str, int]
-"""A tensor's name and the rows it must have."""
+Rows = tuple[str, int] | tuple[str, int, slice]
+"""A tensor's name, the rows it must have, and which of them are meant if not all.
+
+A tensor of more than two dimensions has as many rows as all but its last hold together: experts
+[n, rows, cols] are n * rows rows."""
+
+QUANTIZE: Final = ("q8_0", "q4_0")
+"""What matrices of floats can be turned into while they are loaded."""
+_FLOATS: Final = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
+_WRITERS: Final = {GGMLType.Q8_0: quantize_q8_0, GGMLType.Q4_0: quantize_q4_0}
+# With four bits these lose most, and llama.cpp's tools spare them as well.
+_SPARED: Final = ("token_embd.weight", "output.weight")
+_CHUNK: Final = 1 << 22
 
 
 class Loader(Protocol):
@@ -23,17 +36,26 @@ class Loader(Protocol):
     def has(self, name: str) -> bool:
         """Whether the file has this tensor."""
 
-    def matrix(self, cols: int, *parts: Rows) -> Matrix:
-        """Tensors of `cols` columns stacked along rows into one matrix."""
+    def matrix(self, cols: int, *parts: Rows, exact: bool = False) -> Matrix:
+        """Tensors of `cols` columns stacked along rows into one matrix.
+
+        An `exact` one stays as it is in the file, whatever other matrices are turned into.
+        """
+
+    def experts(self, count: int, cols: int, *parts: Rows) -> Matrix:
+        """Tensors [count, rows, cols] as one matrix, each expert's rows a part of its own."""
 
     def vector(self, *parts: Rows) -> Array:
         """One-dimensional tensors, one after the other, in float32."""
+
+    def array(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        """A small tensor on the host, in float32."""
 
 
 class TensorCheck:
     """Notes what is missing or misshaped, and the bytes that will be packed."""
 
-    def __init__(self, file: GGUF) -> None:
+    def __init__(self, file: WeightFile) -> None:
         self._file = file
         self._faults: list[str] = []
         self.nbytes = 0
@@ -42,15 +64,29 @@ class TensorCheck:
         """Whether the file has this tensor."""
         return name in self._file.tensors
 
-    def matrix(self, cols: int, *parts: Rows) -> Matrix:
+    def matrix(self, cols: int, *parts: Rows, exact: bool = False) -> Matrix:
         """Checks each part; there is no matrix yet."""
-        for name, rows in parts:
-            self._check(name, (rows, cols))
+        for name, rows, *_ in parts:
+            tensor = self._file.tensors.get(name)
+            if tensor is not None and len(tensor.shape) > 2 and _flat(tensor) == (rows, cols):
+                self.nbytes += tensor.nbytes
+            else:
+                self._check(name, (rows, cols))
+
+    def experts(self, count: int, cols: int, *parts: Rows) -> Matrix:
+        """Checks each part; there is no matrix yet."""
+        for name, rows, *_ in parts:
+            self._check(name, (count, rows, cols))
 
     def vector(self, *parts: Rows) -> Array:
         """Checks each part; there is no array yet."""
-        for name, rows in parts:
+        for name, rows, *_ in parts:
             self._check(name, (rows,))
+
+    def array(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        """Checks the tensor; there are only zeros yet."""
+        self._check(name, shape)
+        return np.zeros(shape, np.float32)
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         tensor = self._file.tensors.get(name)
@@ -70,39 +106,106 @@ class TensorCheck:
 
 
 class TensorLoader:
-    """Packs tensors for a device, and lets go of the file's pages behind itself."""
+    """Packs tensors for a device, and lets go of the file's pages behind itself.
 
-    def __init__(self, file: GGUF, ops: Ops, total: int, progress: ProgressFn | None) -> None:
+    With `quantize`, matrices of floats become blocks of that type on the way.
+    """
+
+    def __init__(
+        self, file: WeightFile, ops: Ops, total: int, progress: ProgressFn | None,
+        quantize: str | None = None,
+    ) -> None:  # fmt: skip
         self._file = file
         self._ops = ops
         self._total = total
         self._done = 0
         self._progress = progress
+        self._quantize = quantize
 
     def has(self, name: str) -> bool:
         """Whether the file has this tensor."""
         return name in self._file.tensors
 
-    def matrix(self, cols: int, *parts: Rows) -> Matrix:
+    def matrix(self, cols: int, *parts: Rows, exact: bool = False) -> Matrix:
         """Tensors of `cols` columns stacked along rows into one matrix."""
-        packed = self._ops.pack(
-            [(int(self._file.tensors[n].type), rows, cols, self._file.data(n)) for n, rows in parts]
-        )
-        for name, _ in parts:
+        return self._pack([self._part(cols, part, exact) for part in parts], parts)
+
+    def experts(self, count: int, cols: int, *parts: Rows) -> Matrix:
+        """Tensors [count, rows, cols] as one matrix, each expert's rows a part of its own."""
+        split = []
+        for name, rows, *_ in parts:
+            type, _, _, data = self._part(cols, (name, count * rows), exact=False)
+            split += [(type, rows, cols, expert) for expert in np.split(data, count)]
+        return self._pack(split, parts)
+
+    def _pack(self, packed: list[Part], parts: tuple[Rows, ...]) -> Matrix:
+        matrix = self._ops.pack(packed)
+        for name, *_ in parts:
             self._file.release(name)
             self._advance(self._file.tensors[name].nbytes)
-        return packed
+        return matrix
 
     def vector(self, *parts: Rows) -> Array:
         """One-dimensional tensors, one after the other, in float32."""
-        values: list[Any] = []
-        for name, _ in parts:
-            tensor = self._file.tensors[name]
-            values.append(dequantize(self._file.data(name), tensor.type, tensor.shape))
-            self._advance(tensor.nbytes)
+        values = [self._floats(name)[where[0] if where else slice(None)]
+                  for name, _, *where in parts]  # fmt: skip
         return self._ops.vector(np.concatenate(values))
+
+    def array(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        """A small tensor on the host, in float32."""
+        return self._floats(name)
+
+    def _floats(self, name: str) -> NDArray[np.float32]:
+        tensor = self._file.tensors[name]
+        self._advance(tensor.nbytes)
+        return dequantize(self._file.data(name), tensor.type, tensor.shape)
+
+    def _part(self, cols: int, part: Rows, exact: bool) -> Part:
+        """Rows of a matrix as they will be packed."""
+        name, rows, *where = part
+        tensor = self._file.tensors[name]
+        data = self._file.data(name)
+        if where:
+            data = np.ascontiguousarray(data.reshape(rows, -1)[where[0]])
+            rows = len(data)
+        type = tensor.type if exact else loaded_type(name, tensor, self._quantize)
+        if type != tensor.type:
+            data = _requantized(data.reshape(rows, -1), tensor.type, cols, type)
+        return int(type), rows, cols, data.reshape(-1)
 
     def _advance(self, nbytes: int) -> None:
         self._done += nbytes
         if self._progress:
             self._progress(self._done, self._total)
+
+
+def loaded_type(name: str, tensor: TensorFacts, quantize: str | None) -> GGMLType:
+    """The type a matrix has in memory: rows that are not whole blocks stay floats."""
+    if quantize is None or tensor.type not in _FLOATS or len(tensor.shape) < 2:
+        return tensor.type
+    wanted = GGMLType.Q8_0 if name in _SPARED else GGMLType[quantize.upper()]
+    return wanted if tensor.shape[-1] % wanted.block_size == 0 else tensor.type
+
+
+def loaded_bytes(file: WeightFile, quantize: str | None) -> int:
+    """About how much the weights of a file will take in memory."""
+    return sum(
+        loaded_type(name, tensor, quantize).nbytes(tensor.shape) if tensor.shape else tensor.nbytes
+        for name, tensor in file.tensors.items()
+    )
+
+
+def _requantized(
+    rows: NDArray[np.uint8], stored: GGMLType, cols: int, type: GGMLType
+) -> NDArray[np.uint8]:
+    """Rows of floats as blocks, some at a time so that few floats are held at once."""
+    out = np.empty((len(rows), type.nbytes((cols,))), np.uint8)
+    step = max(_CHUNK // cols, 1)
+    for at in range(0, len(rows), step):
+        some = rows[at : at + step]
+        out[at : at + step] = _WRITERS[type](dequantize(some.ravel(), stored, (len(some), cols)))
+    return out
+
+
+def _flat(tensor: TensorFacts) -> tuple[int, int]:
+    return prod(tensor.shape[:-1]), tensor.shape[-1]

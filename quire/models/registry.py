@@ -1,19 +1,32 @@
-"""Which architectures there are, and how a file becomes a model."""
+"""Which architectures there are, and how a file or a folder becomes a model."""
 
 from __future__ import annotations
 
 import importlib
-from typing import Protocol
+import os
+from typing import TYPE_CHECKING, Final, Protocol
 
 from quire.errors import ModelError
 from quire.memory.build import GroupKernels
 from quire.memory.layout import GroupSpec
+from quire.memory.state_layout import RecurrentSpec
 from quire.models.loader import Loader, ProgressFn, TensorCheck, TensorLoader
 from quire.ops import Array, Ops
 from quire.ops.batch import Batch
+from quire.weights.file import WeightFile
 from quire.weights.gguf import GGUF
 
-_MODULES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+if TYPE_CHECKING:
+    from quire.weights.naming import HFConfig, Naming
+
+# GGUF's name of an architecture, which is its module's as well, and what config.json calls it.
+_ARCHITECTURES: Final[dict[str, tuple[str, ...]]] = {
+    "llama": ("LlamaForCausalLM", "MistralForCausalLM", "llama", "mistral"),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+    "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
+    "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
+}
 
 
 class Model(Protocol):
@@ -21,7 +34,7 @@ class Model(Protocol):
 
     n_vocab: int
     n_ctx_train: int
-    groups: tuple[GroupSpec, ...]
+    groups: tuple[GroupSpec | RecurrentSpec, ...]
     weight_bytes: int
     kernels: dict[str, GroupKernels]
     """What the device can do with pages, by group."""
@@ -33,32 +46,64 @@ class Model(Protocol):
 class Architecture(Protocol):
     """What a module of an architecture offers."""
 
-    def build(self, file: GGUF, load: Loader, ops: Ops, type_k: str, type_v: str) -> Model:
+    def build(self, file: WeightFile, load: Loader, ops: Ops, type_k: str, type_v: str) -> Model:
         """The model, its tensors taken through `load`."""
+
+    def from_hf(self, config: HFConfig) -> Naming:
+        """How a folder with this config.json is seen as a GGUF file."""
 
 
 def architectures() -> list[str]:
     """The names of all known architectures."""
-    return sorted(_MODULES)
+    return sorted(_ARCHITECTURES)
 
 
-def architecture_of(file: GGUF) -> str:
+def architecture_of(file: WeightFile) -> str:
     """The architecture a file asks for; refused when it is not known."""
     name = file.get_str("general.architecture")
-    if name not in _MODULES:
+    if name not in _ARCHITECTURES:
         known = ", ".join(architectures())
         raise ModelError(f"{file.path}: architecture {name!r} is not known; there are {known}")
     return name
 
 
+def open_weights(path: str | os.PathLike[str]) -> WeightFile:
+    """A .gguf file, or a folder with config.json and safetensors."""
+    if not os.path.isdir(path):
+        return GGUF.open(path)
+    from quire.weights.folder import Folder  # only here, so that starting is quicker
+
+    return Folder.open(path, _naming)
+
+
 def load_model(
-    file: GGUF, ops: Ops, type_k: str, type_v: str, progress: ProgressFn | None = None
-) -> Model:
+    file: WeightFile, ops: Ops, type_k: str, type_v: str, progress: ProgressFn | None = None,
+    quantize: str | None = None,
+) -> Model:  # fmt: skip
     """Builds twice: first to check every tensor, so that all faults are told at once."""
-    module: Architecture = importlib.import_module(
-        f"quire.models.{_MODULES[architecture_of(file)]}"
-    )
+    module = _module(architecture_of(file))
     check = TensorCheck(file)
     module.build(file, check, ops, type_k, type_v)
     check.raise_faults()
-    return module.build(file, TensorLoader(file, ops, check.nbytes, progress), ops, type_k, type_v)
+    load = TensorLoader(file, ops, check.nbytes, progress, quantize)
+    return module.build(file, load, ops, type_k, type_v)
+
+
+def _module(name: str) -> Architecture:
+    module: Architecture = importlib.import_module(f"quire.models.{name}")
+    return module
+
+
+def _naming(config: HFConfig) -> Naming:
+    """A folder's names by its architecture; code that comes with a model is never run."""
+    names = config.strings("architectures", default=[]) or [config.text("model_type")]
+    if "quantization_config" in config:
+        config.refuse("quantization_config", "get the model in bfloat16, or as GGUF")
+    for name, known in _ARCHITECTURES.items():
+        if names[0] in known:
+            return _module(name).from_hf(config)
+    own_code = "; the code that comes with it is not run" if "auto_map" in config else ""
+    known_names = ", ".join(known[0] for known in _ARCHITECTURES.values())
+    raise ModelError(
+        f"{config.path}: architecture {names[0]!r} is not known{own_code}; there are {known_names}"
+    )

@@ -9,19 +9,19 @@ from numpy.typing import NDArray
 
 from quire.errors import ModelError
 from quire.ops import Rope
-from quire.weights.gguf import GGUF
+from quire.weights.file import WeightFile
 from quire.weights.quant import dequantize
 
 
-def read_rope(file: GGUF, arch: str, head_dim: int, neox: bool) -> Rope:
-    """The rotary embedding that a GGUF file describes."""
+def read_rope(file: WeightFile, arch: str, head_dim: int, neox: bool) -> Rope:
+    """The rotary embedding that a file describes."""
     n_rot = file.get_int(
         f"{arch}.rope.dimension_count", default=head_dim, minimum=2, maximum=head_dim
     )
     base = file.get_float(f"{arch}.rope.freq_base", default=10000.0, minimum=1e-3)
     if n_rot % 2:
         raise ModelError(f"{file.path}: {arch}.rope.dimension_count is {n_rot}, should be even")
-    freqs = base ** (-np.arange(0, n_rot, 2, dtype=np.float64) / n_rot)
+    freqs = frequencies(base, n_rot)
     if "rope_freqs.weight" in file.tensors:  # Llama 3: one divisor for each frequency
         freqs = freqs / _factors(file, n_rot)
     kind = file.get_str(f"{arch}.rope.scaling.type", default="none")
@@ -40,6 +40,11 @@ def read_rope(file: GGUF, arch: str, head_dim: int, neox: bool) -> Rope:
     )
 
 
+def frequencies(base: float, n_rot: int) -> NDArray[np.float64]:
+    """One for each pair of dimensions, from 1 down to almost 1/base."""
+    return base ** (-np.arange(0, n_rot, 2, dtype=np.float64) / n_rot)
+
+
 def yarn(
     freqs: NDArray[np.float64], n_rot: int, base: float, factor: float, trained: int,
     beta_fast: float = 32.0, beta_slow: float = 1.0,
@@ -56,9 +61,11 @@ def yarn(
     return freqs / factor * (1.0 - keep) + freqs * keep
 
 
-def _factors(file: GGUF, n_rot: int) -> NDArray[np.float64]:
+def _factors(file: WeightFile, n_rot: int) -> NDArray[np.float64]:
     tensor = file.tensors["rope_freqs.weight"]
-    factors = dequantize(file.data(tensor.name), tensor.type, tensor.shape).astype(np.float64)
+    factors = dequantize(file.data("rope_freqs.weight"), tensor.type, tensor.shape).astype(
+        np.float64
+    )
     if factors.shape != (n_rot // 2,) or not np.all(np.isfinite(factors) & (factors > 0)):
         raise ModelError(
             f"{file.path}: rope_freqs.weight must be {n_rot // 2} positive numbers, "

@@ -82,8 +82,8 @@ class Ops(Protocol):
     def pages(self, view: Any, positions: NDArray[np.int32], seq_rows: NDArray[np.int32]) -> Pages:
         """One group's pages as the kernels of a step see them."""
 
-    def embed(self, table: Matrix, ids: NDArray[np.int32]) -> Array:
-        """Rows of a matrix by id."""
+    def embed(self, table: Matrix, ids: NDArray[np.int32], scale: float = 1.0) -> Array:
+        """Rows of a matrix by id, times scale."""
 
     def linear(
         self, x: Array, w: Matrix, norm: Array | None = None, eps: float = 0.0, act: int = 0,
@@ -96,6 +96,25 @@ class Ops(Protocol):
 
         For the product that ends a model: nothing after it evens out its error.
         """
+
+    def add_norm(self, into: Array, x: Array, weight: Array, eps: float) -> None:
+        """Adds rms_norm(x) · weight to `into`."""
+
+    def softcap(self, x: Array, cap: float) -> None:
+        """Turns x into cap · tanh(x / cap), in place."""
+
+    def experts(
+        self, x: Array, router: Matrix, gate_up: Matrix, down: Matrix, n_used: int, *,
+        norm: Array, eps: float, normalize: bool, scale: float, into: Array,
+    ) -> Array:  # fmt: skip
+        """Adds to `into` what the `n_used` likeliest experts make of rms_norm(x).
+
+        The experts' matrices have one part per tensor and expert: all of the first tensor's, then
+        the next one's. `normalize` lets the chosen experts' shares add up to `scale`.
+        """
+
+    def add_gated(self, into: Array, y: Array, gate: Array) -> None:
+        """into += sigmoid(gate) · y, with one gate for each row."""
 
     def take_rows(self, x: Array, rows: NDArray[np.int32]) -> Array:
         """Some rows of x."""

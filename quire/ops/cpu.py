@@ -24,6 +24,10 @@ class CpuOps:
         self.embed: Any = cpu.embed
         self.linear: Any = cpu.linear
         self.linear_fine: Any = cpu.linear_fine
+        self.add_norm: Any = cpu.add_norm
+        self.softcap: Any = cpu.softcap
+        self.experts: Any = cpu.experts
+        self.add_gated: Any = cpu.add_gated
         self.take_rows: Any = cpu.take_rows
         self.rope_table: Any = cpu.rope_table
         self.attention: Any = cpu.attention

@@ -40,6 +40,16 @@ def rms_norm(x: Floats, weight: Floats, eps: float) -> Floats:
     return np.asarray(y * scale * weight, np.float32)
 
 
+def add_norm(into: Floats, x: Floats, weight: Floats, eps: float) -> Floats:
+    """What `into` holds afterwards."""
+    return into + rms_norm(x, weight, eps)
+
+
+def softcap(x: Floats, cap: float) -> Floats:
+    """x held softly between -cap and cap."""
+    return np.asarray(cap * np.tanh(x.astype(np.float64) / cap), np.float32)
+
+
 def rope(x: Floats, positions: Ints, rope: Rope) -> Floats:
     """Rotates the first n_rot dimensions of x [n, heads, dims] by position."""
     angles = positions[:, None].astype(np.float64) * rope.freqs

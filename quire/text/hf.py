@@ -27,7 +27,7 @@ class HFEncoder:
         settings = _read(folder / "tokenizer_config.json")
         decoder = _decoder(self._tokenizer)
         self._byte_level = "ByteLevel" in decoder
-        self.n_vocab = max(self._texts) + 1
+        self.n_vocab = _n_vocab(folder, max(self._texts) + 1)
         self.bos = ids.get(_token(settings.get("bos_token")))
         self.eos = ids.get(_token(settings.get("eos_token")))
         self.eog_ids = self._ends(folder, ids)
@@ -35,7 +35,7 @@ class HFEncoder:
         self.add_bos = self.bos is not None and framed[:1] == [self.bos]
         self.add_eos = self.eos is not None and framed[self.add_bos :][-1:] == [self.eos]
         self.space_prefix = bool({"Strip", "Metaspace"} & decoder)
-        self.chat_template = _template(folder, settings)
+        self.chat_template = chat_template(folder)
 
     def encode(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
         """The ids of a text."""
@@ -85,9 +85,20 @@ class HFEncoder:
         return frozenset(ends)
 
 
-def _load(folder: Path) -> Any:
-    from tokenizers import Tokenizer
+def _n_vocab(folder: Path, n_tokens: int) -> int:
+    """As many tokens as the model has outputs for, which is often more than there are."""
+    size = _read(folder / "config.json").get("vocab_size")
+    return size if isinstance(size, int) and size > 0 else n_tokens
 
+
+def _load(folder: Path) -> Any:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise TokenizerError(
+            f"{folder}: reading tokenizer.json needs the tokenizers library: "
+            "pip install 'quire[hf]'"
+        ) from error
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise TokenizerError(f"{folder}: there is no tokenizer.json, which is needed")
@@ -127,11 +138,12 @@ def _token(value: object) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _template(folder: Path, settings: dict[str, Any]) -> str | None:
+def chat_template(folder: Path) -> str | None:
+    """How a conversation is written, where the folder says it."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8", errors="replace")
-    template = settings.get("chat_template")
+    template = _read(folder / "tokenizer_config.json").get("chat_template")
     if isinstance(template, list):  # several, by name
         named = {entry.get("name"): entry.get("template") for entry in template if entry}
         template = named.get("default")

@@ -14,7 +14,7 @@ from typing import Final, TypeAlias
 
 from quire.errors import FetchError, FileError
 
-__all__ = ["ALIASES", "Alias", "CachedModel", "cached_models", "resolve"]
+__all__ = ["ALIASES", "PICKLES", "Alias", "CachedModel", "cached_models", "resolve"]
 
 Progress: TypeAlias = Callable[[int, int], None]
 """Called with the bytes done and the bytes in all: those to fetch plus those to unpack."""
@@ -56,7 +56,7 @@ ALIASES: Final[dict[str, Alias]] = {
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     ),
 }
-_PICKLES: Final = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+PICKLES: Final = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
 
 def resolve(
@@ -73,7 +73,7 @@ def resolve(
     """
     name = os.fspath(name)
     path = os.path.expanduser(name)
-    if name.lower().endswith(_PICKLES) and not os.path.isdir(path):
+    if name.lower().endswith(PICKLES) and not os.path.isdir(path):
         raise FileError(
             f"{name}: a pickle can run code when it is loaded, so Quire reads none; "
             "get the model as GGUF or safetensors"

@@ -206,6 +206,26 @@ def test_fused_norm(isa: str, n: int) -> None:
     assert np.array_equal(bits(fused.numpy()), bits(cpu.linear(alone, w).numpy()))
 
 
+@pytest.mark.parametrize(("n", "cols"), [(1, 96), (9, 61), (2, 3)])
+def test_added_norm(isa: str, n: int, cols: int) -> None:
+    cpu = _cpu.Cpu(2, isa)
+    x, into, weight = floats(1, n, cols), floats(2, n, cols), floats(3, cols)
+    got = cpu.array(into)
+    cpu.add_norm(got, cpu.array(x), cpu.array(weight[None]), 1e-5)
+    want = reference.add_norm(into, x, weight, 1e-5)
+    assert np.allclose(got.numpy(), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("n", "cols"), [(1, 1000), (9, 61)])
+def test_softcap(isa: str, n: int, cols: int) -> None:
+    cpu = _cpu.Cpu(2, isa)
+    x = floats(1, n, cols) * 40
+    x[0, :6] = [0, 1e-6, -1e30, 1e30, 1e4, -1e4]
+    got = cpu.array(x)
+    cpu.softcap(got, 30.0)
+    assert np.allclose(got.numpy(), reference.softcap(x, 30.0), rtol=1e-5, atol=5e-6)
+
+
 @pytest.mark.parametrize("n", [1, 2, 9])
 @pytest.mark.parametrize("act", [SILU_MUL, GELU_MUL])
 def test_fused_activation(isa: str, n: int, act: int) -> None:
@@ -337,6 +357,9 @@ def test_bad_arguments_are_refused() -> None:
         (lambda: cpu.embed(w, np.array([2], np.int32)), "id 2"),
         (lambda: cpu.embed(w, np.array([-1], np.int32)), "id -1"),
         (lambda: cpu.rms_norm(x, cpu.empty(1, 3), 0.0), "weight"),
+        (lambda: cpu.add_norm(x, cpu.empty(3, 31), cpu.empty(1, 31), 0.0), "into"),
+        (lambda: cpu.add_norm(x, x, cpu.empty(1, 31), 0.0), "weight"),
+        (lambda: cpu.softcap(x, 0.0), "cap"),
         (lambda: cpu.act_mul(cpu.empty(1, 3), 1), "gate"),
     ]
     for call, message in calls:

@@ -56,8 +56,8 @@ def test_bad_sizes_are_refused(text: Any) -> None:
         {"page_tokens": 8},
         {"device": "cuda"},
         {"activations": "f8"},
-        {"moe_n_expert": 2},
-        {"n_layer_exit": 3},
+        {"moe_n_expert": 0},
+        {"n_layer_exit": -1},
     ],
 )
 def test_bad_load_settings_are_refused(settings: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ namespace quire {
 
 void bind_matrix(nanobind::module_& m);     // matrix_bind.cpp: pack, embed, linear
 void bind_attention(nanobind::module_& m);  // attention_bind.cpp: rope, pages, attention
+void bind_experts(nanobind::module_& m);    // experts_bind.cpp: experts, add_gated
 void bind_sampling(nanobind::module_& m);   // sampling_bind.cpp: sample, logprobs
 
 }  // namespace quire

@@ -221,6 +221,31 @@ void rms_norm(const float* x, const float* weight, float eps, int64_t cols, floa
     for (; k < cols; k++) out[k] = x[k] * factor * weight[k];
 }
 
+void add_norm(const float* x, const float* weight, float eps, int64_t cols, float* into) {
+    const float factor = 1.0f / __builtin_sqrtf(mean_square(x, cols) + eps);
+    const vf f = set1(factor);
+    int64_t k = 0;
+    for (; k + LANES <= cols; k += LANES)
+        store(into + k, add(load(into + k), mul(mul(load(x + k), f), load(weight + k))));
+    for (; k < cols; k++) into[k] += x[k] * factor * weight[k];
+}
+
+inline vf softcapped(vf x, float cap) {
+    // cap · tanh(y) = cap - 2 cap / (1 + exp(2y))
+    const vf y = exp(mul(x, set1(2.0f / cap)));
+    return sub(set1(cap), div(set1(2.0f * cap), add(set1(1.0f), y)));
+}
+
+void softcap(float* x, float cap, int64_t cols) {
+    int64_t k = 0;
+    for (; k + LANES <= cols; k += LANES) store(x + k, softcapped(load(x + k), cap));
+    if (k == cols) return;
+    float rest[LANES] = {};  // the same operations for the rest
+    std::memcpy(rest, x + k, size_t(cols - k) * 4);
+    store(rest, softcapped(load(rest), cap));
+    std::memcpy(x + k, rest, size_t(cols - k) * 4);
+}
+
 inline vf act_of(vf x, Act act) {
     if (act == Act::silu_mul) return div(x, add(set1(1.0f), exp(sub(zero(), x))));
     // 0.5 x (1 + tanh(y)) = x / (1 + exp(-2y))
@@ -243,6 +268,6 @@ void act_mul(const float* x, Act act, int64_t cols, float* out) {
 
 const MatmulKernels matmul_kernels = {LANES,         TOKEN_STEP, quantized_bytes, float_bytes, put_quantized,
                                       put_float,     multiply, multiply_exact,  unpack,      rms_norm,
-                                      act_mul};
+                                      add_norm,      softcap,  act_mul};
 
 }  // namespace quire::QUIRE_ISA

@@ -50,6 +50,10 @@ struct MatmulKernels {
 
     // out = x · rsqrt(mean(x²) + eps) · weight
     void (*rms_norm)(const float* x, const float* weight, float eps, int64_t cols, float* out);
+    // into += x · rsqrt(mean(x²) + eps) · weight
+    void (*add_norm)(const float* x, const float* weight, float eps, int64_t cols, float* into);
+    // x = cap · tanh(x / cap)
+    void (*softcap)(float* x, float cap, int64_t cols);
     // out = act(x[0, cols)) · x[cols, 2·cols)
     void (*act_mul)(const float* x, Act act, int64_t cols, float* out);
 };

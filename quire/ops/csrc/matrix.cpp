@@ -2,39 +2,16 @@
 
 #include <algorithm>
 
+#include "panels.h"
+#include "pieces.h"
+
 namespace quire {
 namespace {
-
-constexpr int64_t PANEL_BYTES = 384 << 10;  // activations that stay in a core's second cache
-constexpr int64_t CHUNK_BYTES = 32 << 10;   // weights worth handing out when reading them is the work
-constexpr int64_t SERIAL = 8 << 10;         // activations that are prepared sooner than a thread joins in
-
-int64_t blocks_of(const Part& part, int lanes) { return (part.rows + lanes - 1) / lanes; }
 
 int64_t blocks_of(const Matrix& w, int lanes) {
     int64_t blocks = 0;
     for (const Part& part : w.parts) blocks += blocks_of(part, lanes);
     return blocks;
-}
-
-// Calls f(begin, end, thread) for pieces of [0, count): half of it in one piece per thread, then half
-// of the rest, and so on down to about `least`. Weights are read fastest in long runs, and the small
-// pieces at the end let the threads finish together.
-template <class F>
-void in_pieces(ThreadPool& pool, int64_t count, int64_t least, F&& f) {
-    const int64_t threads = pool.size();
-    int rounds = 0;
-    while ((count >> (rounds + 2)) / threads >= std::max<int64_t>(least, 1)) rounds++;
-    auto border = [&](int64_t piece) {
-        const int64_t round = piece / threads;
-        if (round > rounds) return count;
-        const int64_t from = count - (count >> round);
-        const int64_t to = round == rounds ? count : count - (count >> (round + 1));
-        return from + (to - from) * (piece % threads) / threads;
-    };
-    pool.parallel(threads * (rounds + 1), 1, [&](int64_t piece, int64_t last, int thread) {
-        for (; piece < last; piece++) f(border(piece), border(piece + 1), thread);
-    });
 }
 
 // Calls f(part, begin, end) for the pieces of [begin, end) among the row blocks of all parts.
@@ -52,28 +29,6 @@ const Part& part_of(const Matrix& w, int64_t row) {
     size_t i = 0;
     while (row >= w.parts[i].first_row + w.parts[i].rows) i++;
     return w.parts[i];
-}
-
-// The activations of a call as the kernels read them, and room for each thread, in one array.
-struct Panels {
-    Array memory;
-    int64_t quantized_bytes, float_bytes;  // of one token; 0 for a panel that no part needs
-    uint8_t *quantized, *floats;
-    float* rooms;
-    int64_t room;  // floats of one thread
-};
-
-Panels take_panels(Cpu& cpu, const Matrix& w, int64_t n) {
-    const MatmulKernels& kernels = matmul_kernels(cpu.isa);
-    bool quantized = false, floats = false;
-    for (const Part& part : w.parts) (is_dense(part.tile) || cpu.exact ? floats : quantized) = true;
-    const int64_t qbytes = quantized ? kernels.quantized_bytes(w.cols) : 0;
-    const int64_t fbytes = floats ? kernels.float_bytes(w.cols) : 0;
-    const int64_t room = w.cols * (cpu.exact ? kernels.lanes : 1);
-    Array memory = cpu.array(1, n * (qbytes + fbytes) / 4 + cpu.pool.size() * room);
-    uint8_t* at = reinterpret_cast<uint8_t*>(memory.data);
-    return {std::move(memory), qbytes, fbytes, at, at + n * qbytes,
-            reinterpret_cast<float*>(at + n * (qbytes + fbytes)), room};
 }
 
 void fill_panels(Cpu& cpu, const Array& x, int64_t cols, const Linear& options, const Panels& panels) {
@@ -162,11 +117,12 @@ void linear(Cpu& cpu, const Array& x, const Matrix& w, const Linear& options, Ar
     const MatmulKernels& kernels = matmul_kernels(cpu.isa);
     const int64_t n = x.rows, blocks = blocks_of(w, kernels.lanes);
     if (n == 0) return;
-    const Panels panels = take_panels(cpu, w, n);
+    const bool exact = cpu.exact || options.exact;
+    const Panels panels = take_panels(cpu, w, n, exact);
     fill_panels(cpu, x, w.cols, options, panels);
 
     auto multiply = [&](const Part& part, int64_t block, int64_t last, int64_t token, int64_t end, int thread) {
-        const bool floats = is_dense(part.tile) || cpu.exact;
+        const bool floats = is_dense(part.tile) || exact;
         const Product product{part,
                               floats ? panels.floats : panels.quantized,
                               floats ? panels.float_bytes : panels.quantized_bytes,
@@ -200,6 +156,20 @@ void rms_norm(Cpu& cpu, const Array& x, const float* weight, float eps, Array& o
     const MatmulKernels& kernels = matmul_kernels(cpu.isa);
     cpu.pool.parallel(x.rows, 4, [&](int64_t begin, int64_t end, int) {
         for (int64_t t = begin; t < end; t++) kernels.rms_norm(x.row(t), weight, eps, x.cols, out.row(t));
+    });
+}
+
+void add_norm(Cpu& cpu, const Array& x, const float* weight, float eps, Array& into) {
+    const MatmulKernels& kernels = matmul_kernels(cpu.isa);
+    cpu.pool.parallel(x.rows, 4, [&](int64_t begin, int64_t end, int) {
+        for (int64_t t = begin; t < end; t++) kernels.add_norm(x.row(t), weight, eps, x.cols, into.row(t));
+    });
+}
+
+void softcap(Cpu& cpu, float cap, Array& x) {
+    const MatmulKernels& kernels = matmul_kernels(cpu.isa);
+    cpu.pool.parallel(x.rows, 1, [&](int64_t begin, int64_t end, int) {
+        for (int64_t t = begin; t < end; t++) kernels.softcap(x.row(t), cap, x.cols);
     });
 }
 

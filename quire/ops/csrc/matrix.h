@@ -39,10 +39,13 @@ struct Linear {
     Act act = Act::none;          // x is [gate | up]
     const float* bias = nullptr;
     bool add = false;             // to what out holds
+    bool exact = false;           // float32 activations, whatever the device's choice
 };
 void linear(Cpu& cpu, const Array& x, const Matrix& w, const Linear& options, Array& out);
 
 void rms_norm(Cpu& cpu, const Array& x, const float* weight, float eps, Array& out);
+void add_norm(Cpu& cpu, const Array& x, const float* weight, float eps, Array& into);  // into += rms_norm(x)
+void softcap(Cpu& cpu, float cap, Array& x);                                           // x = cap · tanh(x / cap)
 void act_mul(Cpu& cpu, const Array& x, Act act, Array& out);
 
 }  // namespace quire

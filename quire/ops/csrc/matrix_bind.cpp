@@ -141,6 +141,19 @@ Array bind_rms_norm(Cpu& cpu, const Array& x, const Array& weight, float eps) {
     return out;
 }
 
+void bind_add_norm(Cpu& cpu, Array& into, const Array& x, const Array& weight, float eps) {
+    const float* values = vector(&weight, x.cols, "weight");
+    need(into.rows == x.rows && into.cols == x.cols, "into of shape ", shape(into), " where ", shape(x), " is needed");
+    nb::gil_scoped_release released;
+    add_norm(cpu, x, values, eps, into);
+}
+
+void bind_softcap(Cpu& cpu, Array& x, float cap) {
+    need(cap > 0, "cap must be above 0, not ", cap);
+    nb::gil_scoped_release released;
+    softcap(cpu, cap, x);
+}
+
 Array bind_act_mul(Cpu& cpu, const Array& x, int act) {
     need(act == 1 || act == 2, "act must be 1 (silu) or 2 (gelu), not ", act);
     need(x.cols % 2 == 0, "x of shape ", shape(x), " where [gate | up] is needed");
@@ -191,6 +204,8 @@ void bind_matrix(nb::module_& m) {
         .def("linear_fine", bind_linear_fine, "x"_a, "w"_a, "norm"_a, "eps"_a,
              "rms_norm(x) · wᵀ with 16 bits of each activation instead of 8.")
         .def("rms_norm", bind_rms_norm, "x"_a, "weight"_a, "eps"_a, "x · rsqrt(mean(x²) + eps) · weight, by rows.")
+        .def("add_norm", bind_add_norm, "into"_a, "x"_a, "weight"_a, "eps"_a, "Adds rms_norm(x) · weight to into.")
+        .def("softcap", bind_softcap, "x"_a, "cap"_a, "Turns x into cap · tanh(x / cap), in place.")
         .def("act_mul", bind_act_mul, "x"_a, "act"_a, "act(gate) · up of x = [gate | up].");
 }
 

@@ -91,6 +91,7 @@ static void bind_cpu(nb::module_& m) {
 NB_MODULE(_cpu, m) {
     quire::bind_cpu(m);
     quire::bind_matrix(m);
+    quire::bind_experts(m);
     quire::bind_attention(m);
     quire::bind_sampling(m);
 }
