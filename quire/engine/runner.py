@@ -40,4 +40,7 @@ class Runner:
             name: GroupPages(self.ops.pages(view, lease.positions, lease.seq_rows), view.offsets)
             for name, view in lease.views.items()
         }
-        return self.model.forward(Batch(lease.tokens, lease.positions, rows, groups))
+        batch = Batch(lease.tokens, lease.positions, groups)
+        x = self.model.embed(batch)
+        self.model.run(x, batch, 0, self.model.n_layers)
+        return self.model.logits(self.ops.take_rows(x, rows))

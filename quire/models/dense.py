@@ -149,6 +149,7 @@ class DenseModel:
     ) -> None:  # fmt: skip
         self.ops = ops
         self.config = config
+        self.n_layers = config.n_layers
         self.n_vocab = config.n_vocab
         self.n_ctx_train = config.n_ctx_train
         self.groups = (
@@ -206,16 +207,21 @@ class DenseModel:
         matrices += [self.embedding] + ([self.output] if self.output is not self.embedding else [])
         return sum(m.nbytes for m in matrices)
 
-    def forward(self, batch: Batch) -> Array:
-        """Logits of the batch's `logit_rows`."""
+    def embed(self, batch: Batch) -> Array:
+        """The batch's tokens as rows of the model's width."""
+        return self.ops.embed(self.embedding, batch.tokens)
+
+    def run(self, x: Array, batch: Batch, start: int, stop: int) -> None:
+        """Layers start … stop-1, in place on x."""
         ops, eps = self.ops, self.config.eps
         memory = batch.groups[GROUP]
         rope = ops.rope_table(self._rope, batch.positions)
-        x = ops.embed(self.embedding, batch.tokens)
-        for layer, (k, v) in zip(self.layers, memory.offsets, strict=True):
+        for layer, (k, v) in zip(self.layers[start:stop], memory.offsets[start:stop], strict=True):
             qkv = ops.linear(x, layer.qkv, layer.attn_norm, eps, 0, layer.qkv_bias)
             heads = ops.attention(qkv, layer.heads, memory.pages, rope, k, v)
             ops.linear(heads, layer.out, into=x)
             layer.network.add_to(x)
-        last = ops.take_rows(x, batch.logit_rows)
-        return ops.linear_fine(last, self.output, self.final_norm, eps)
+
+    def logits(self, x: Array) -> Array:
+        """The output of rows that went through the layers."""
+        return self.ops.linear_fine(x, self.output, self.final_norm, self.config.eps)

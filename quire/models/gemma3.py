@@ -139,14 +139,17 @@ class Gemma3Model:
         matrices += [self.embedding] + ([self.output] if self.output is not self.embedding else [])
         return sum(m.nbytes for m in matrices)
 
-    def forward(self, batch: Batch) -> Array:
-        """Logits of the batch's `logit_rows`."""
+    def embed(self, batch: Batch) -> Array:
+        """The batch's tokens as rows of the model's width."""
+        return self.ops.embed(self.embedding, batch.tokens, self.config.width**0.5)
+
+    def run(self, x: Array, batch: Batch, start: int, stop: int) -> None:
+        """Layers start … stop-1, in place on x."""
         ops, eps = self.ops, self.config.eps
         ropes = {
             group: ops.rope_table(self._ropes[group], batch.positions) for group in batch.groups
         }
-        x = ops.embed(self.embedding, batch.tokens, self.config.width**0.5)
-        for layer in self.layers:
+        for layer in self.layers[start:stop]:
             memory = batch.groups[layer.group]
             k, v = memory.offsets[layer.place]
             qkv = ops.linear(x, layer.qkv, layer.attn_norm, eps)
@@ -154,10 +157,12 @@ class Gemma3Model:
             ops.add_norm(x, ops.linear(heads, layer.out), layer.attn_post_norm, eps)
             gate_up = ops.linear(x, layer.gate_up, layer.ffn_norm, eps)
             ops.add_norm(x, ops.linear(gate_up, layer.down, act=GELU_MUL), layer.ffn_post_norm, eps)
-        last = ops.take_rows(x, batch.logit_rows)
-        logits = ops.linear_fine(last, self.output, self.final_norm, eps)
+
+    def logits(self, x: Array) -> Array:
+        """The output of rows that went through the layers."""
+        logits = self.ops.linear_fine(x, self.output, self.final_norm, self.config.eps)
         if self._cap:
-            ops.softcap(logits, self._cap)
+            self.ops.softcap(logits, self._cap)
         return logits
 
 

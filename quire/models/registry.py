@@ -30,8 +30,12 @@ _ARCHITECTURES: Final[dict[str, tuple[str, ...]]] = {
 
 
 class Model(Protocol):
-    """A loaded model: it declares its memory, and turns a batch into logits."""
+    """A loaded model: it declares its memory, and turns a batch into logits, some layers at a time.
 
+    embed ──▶ run (layers 0 … n_layers-1, in one go or several) ──▶ logits
+    """
+
+    n_layers: int
     n_vocab: int
     n_ctx_train: int
     groups: tuple[GroupSpec | RecurrentSpec, ...]
@@ -39,8 +43,14 @@ class Model(Protocol):
     kernels: dict[str, GroupKernels]
     """What the device can do with pages, by group."""
 
-    def forward(self, batch: Batch) -> Array:
-        """Logits of the batch's `logit_rows`."""
+    def embed(self, batch: Batch) -> Array:
+        """The batch's tokens as rows of the model's width."""
+
+    def run(self, x: Array, batch: Batch, start: int, stop: int) -> None:
+        """Layers start … stop-1, in place on x, over the batch's memory."""
+
+    def logits(self, x: Array) -> Array:
+        """The output of rows that went through the layers."""
 
 
 class Architecture(Protocol):

@@ -25,6 +25,4 @@ class Batch:
 
     tokens: NDArray[np.int32]
     positions: NDArray[np.int32]
-    logit_rows: NDArray[np.int32]
-    """Rows whose logits are wanted."""
     groups: dict[str, GroupPages]
