@@ -62,6 +62,7 @@ class Gemma3Model:
     ) -> None:  # fmt: skip
         self.ops = ops
         self.config = c = config
+        self.n_layers = c.n_layers
         self.n_vocab = c.n_vocab
         self.n_ctx_train = c.n_ctx_train
         self._types = type_k, type_v
