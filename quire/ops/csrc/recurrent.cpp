@@ -103,17 +103,19 @@ void save_tail(const RecurrentJob& job, int64_t from, int64_t n) {
     if (from + n == s.channels) std::memset(job.tail_out + used, 0, size_t(s.tail_bytes() - used * 4));
 }
 
+// New entries are put where the outputs go: the last output is computed first, and none needs a later entry.
 void prepare_convolution(const RecurrentJob& job, int64_t block) {
     const RecurrentShape& s = *job.shape;
     const int64_t from = block * CONV_BLOCK, n = s.channels - from < CONV_BLOCK ? s.channels - from : CONV_BLOCK;
     for (int64_t i = 0; i < job.tokens - job.first_new; i++) {
         const float* x = job.x + i * s.in_cols + from;
-        float* entry = job.prepared + i * s.channels + from;
+        float* entry = job.out + i * s.out_cols + from;
         for (int64_t c = 0; c < n; c += LANES)
             store_some(entry + c, mul(load_some(x + c, n - c), load_some(x + 2 * s.channels + c, n - c)), n - c);
         if (job.log) std::memcpy(job.log + i * job.log_stride + from * 4, entry, size_t(n) * 4);
     }
-    for (int64_t i = 0; i < job.tokens - job.first_new; i++) {
+    save_tail(job, from, n);
+    for (int64_t i = job.tokens - job.first_new - 1; i >= 0; i--) {
         const float* gate = job.x + i * s.in_cols + s.channels + from;
         float* out = job.out + i * s.out_cols + from;
         for (int64_t c = 0; c < n; c += LANES) {
@@ -121,7 +123,6 @@ void prepare_convolution(const RecurrentJob& job, int64_t block) {
             store_some(out + c, mul(load_some(gate + c, n - c), sum), n - c);
         }
     }
-    save_tail(job, from, n);
 }
 
 void prepare(const RecurrentJob& job, int64_t begin, int64_t end) {

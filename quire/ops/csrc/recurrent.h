@@ -60,7 +60,7 @@ struct RecurrentJob {
     int64_t log_stride;   // bytes
     const float* state;   // S before token 0, or null for zeros
     float *state_out, *tail_out;  // S and tail after the last token, or null
-    float* prepared;      // [tokens][prepared_cols]; kind conv: new entries [tokens - first_new][channels]
+    float* prepared;      // [tokens][prepared_cols]
     float* out;           // [new tokens][out_cols]
 
     // Pieces of the two phases that may run at the same time; the second begins when the first is done.

@@ -36,6 +36,7 @@ class Work {
     void add(const RecurrentLayer& layer, const char* state_in, const char* log, int64_t log_stride, int64_t entries,
              int64_t new_tokens, const float* x, char* state_out, char* log_out, float* out) {
         const RecurrentShape& s = layer.shape;
+        const bool conv = s.kind == RecurrentKind::conv;
         RecurrentJob job{};
         job.shape = &s;
         job.tokens = entries + new_tokens;
@@ -51,31 +52,49 @@ class Work {
         for (int64_t j = 0; j < s.width - 1; j++)
             rows.push_back(state_in ? reinterpret_cast<const float*>(state_in) + j * s.channels : layer.zeros.data());
         for (int64_t t = 0; t < entries; t++) rows.push_back(reinterpret_cast<const float*>(log + t * log_stride));
-        for (int64_t t = 0; t < new_tokens; t++) rows.push_back(x + t * s.in_cols);
-        jobs_.push_back(job);
-        rows_.push_back(std::move(rows));
+        for (int64_t t = 0; t < new_tokens; t++) rows.push_back(conv ? out + t * s.out_cols : x + t * s.in_cols);
+        tasks_.push_back({job, std::move(rows)});
     }
 
     void run(Cpu& cpu) {
         // Long ones first, so that nobody is left with one at the end.
-        std::vector<size_t> order(jobs_.size());
-        for (size_t i = 0; i < order.size(); i++) order[i] = i;
-        std::stable_sort(order.begin(), order.end(),
-                         [&](size_t a, size_t b) { return jobs_[a].tokens > jobs_[b].tokens; });
+        std::stable_sort(tasks_.begin(), tasks_.end(),
+                         [](const Task& a, const Task& b) { return a.job.tokens > b.job.tokens; });
+        const int64_t longest = tasks_.front().job.tokens;
+        int64_t dk = 0, floats = 0, size = 1 << 12;
+        for (const Task& task : tasks_) {
+            dk = std::max<int64_t>(dk, task.job.shape->dk);
+            // A convolution prepares nothing, and needs its last entries first.
+            if (task.job.shape->kind == RecurrentKind::conv) tile_ = longest;
+        }
+        for (const Task& task : tasks_) floats += std::min(task.job.tokens, tile_) * task.job.shape->prepared_cols;
+        while (size < floats) size *= 2;  // few sizes for steps of many lengths
+        Array prepared = cpu.array(1, size);
+        Array scratch = cpu.array(cpu.pool.size(), kernels_of(cpu.isa).blocks * dk * STATE_LANES);
+        for (int64_t from = 0; from < longest; from += tile_) run_tile(cpu, from, prepared, scratch);
+    }
+
+  private:
+    struct Task {
+        RecurrentJob job;
+        std::vector<const float*> rows;  // those of the tail, then all tokens'
+    };
+
+    void run_tile(Cpu& cpu, int64_t from, Array& prepared, Array& scratch) {
         const RecurrentKernels& kernels = kernels_of(cpu.isa);
-        Array prepared = cpu.array(1, place());
-        for (size_t i = 0; i < jobs_.size(); i++) finish(i, prepared.data);
-
-        each(cpu, order, 16, [](const RecurrentJob& j) { return j.first_pieces(); },
+        std::vector<RecurrentJob> jobs;
+        float* rows = prepared.data;
+        for (const Task& task : tasks_) {
+            if (from >= task.job.tokens) break;
+            jobs.push_back(tile(task, from, rows));
+            rows += jobs.back().tokens * task.job.shape->prepared_cols;
+        }
+        each(cpu, jobs, 16, [](const RecurrentJob& job) { return job.first_pieces(); },
              [&](const RecurrentJob& job, int64_t begin, int64_t end, int) { kernels.prepare(job, begin, end); });
-
-        int64_t rows = 0;
-        for (const RecurrentJob& j : jobs_) rows = std::max<int64_t>(rows, j.shape->dk);
-        Array scratch = cpu.array(cpu.pool.size(), kernels.blocks * rows * STATE_LANES);
         auto slices = [&](const RecurrentJob& j) { return (j.shape->blocks() + kernels.blocks - 1) / kernels.blocks; };
-        each(cpu, order, 1,
-             [&](const RecurrentJob& j) {
-                 return j.shape->kind == RecurrentKind::conv ? 0 : j.shape->n_v * slices(j);
+        each(cpu, jobs, 1,
+             [&](const RecurrentJob& job) {
+                 return job.shape->kind == RecurrentKind::conv ? 0 : job.shape->n_v * slices(job);
              },
              [&](const RecurrentJob& job, int64_t begin, int64_t end, int thread) {
                  for (int64_t i = begin; i < end; i++)
@@ -83,50 +102,41 @@ class Work {
              });
     }
 
-  private:
-    // Floats of all prepared rows, rounded so that steps of many lengths share few sizes.
-    int64_t place() {
-        int64_t floats = 0;
-        for (RecurrentJob& job : jobs_) {
-            const bool conv = job.shape->kind == RecurrentKind::conv;
-            places_.push_back(floats);
-            floats += ((conv ? job.tokens - job.first_new : job.tokens) * job.shape->prepared_cols + 15) / 16 * 16;
-        }
-        int64_t size = 1 << 12;
-        while (size < floats) size *= 2;
-        return size;
-    }
-
-    void finish(size_t i, float* prepared) {
-        RecurrentJob& job = jobs_[i];
+    // A job's tokens from `from` on. Between tiles the state lies where it goes in the end.
+    RecurrentJob tile(const Task& task, int64_t from, float* prepared) const {
+        RecurrentJob job = task.job;
         const RecurrentShape& s = *job.shape;
-        job.prepared = prepared + places_[i];
-        const size_t tail = size_t(s.width - 1);
-        if (s.kind == RecurrentKind::conv)
-            for (int64_t t = job.first_new; t < job.tokens; t++)
-                rows_[i][tail + size_t(t)] = job.prepared + (t - job.first_new) * s.channels;
-        job.rows = rows_[i].data() + tail;
+        const int64_t tokens = std::min(job.tokens - from, tile_), done = std::max<int64_t>(from - job.first_new, 0);
+        job.rows = task.rows.data() + s.width - 1 + from;
+        job.prepared = prepared;
+        job.x += done * s.in_cols;
+        job.out += done * s.out_cols;
+        if (job.log) job.log += done * job.log_stride;
+        if (from > 0) job.state = job.state_out;
+        if (from + tokens < job.tokens) job.tail_out = nullptr;
+        job.first_new = std::clamp<int64_t>(job.first_new - from, 0, tokens);
+        job.tokens = tokens;
+        return job;
     }
 
     // Runs the pieces of all jobs in parallel, some at a time.
     template <class Count, class Run>
-    void each(Cpu& cpu, const std::vector<size_t>& order, int64_t chunk, Count count, Run run) {
+    static void each(Cpu& cpu, const std::vector<RecurrentJob>& jobs, int64_t chunk, Count count, Run run) {
         std::vector<int64_t> ends;
         int64_t total = 0;
-        for (size_t i : order) ends.push_back(total += count(jobs_[i]));
+        for (const RecurrentJob& job : jobs) ends.push_back(total += count(job));
         cpu.pool.parallel(total, chunk, [&](int64_t begin, int64_t end, int thread) {
             size_t at = size_t(std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin());
             for (; begin < end; at++) {
                 const int64_t before = at ? ends[at - 1] : 0, stop = std::min(end, ends[at]);
-                run(jobs_[order[at]], begin - before, stop - before, thread);
+                run(jobs[at], begin - before, stop - before, thread);
                 begin = stop;
             }
         });
     }
 
-    std::vector<RecurrentJob> jobs_;
-    std::vector<std::vector<const float*>> rows_;
-    std::vector<int64_t> places_;
+    std::vector<Task> tasks_;
+    int64_t tile_ = 32;  // tokens that are prepared, then walked: their rows stay in a cache
 };
 
 void check_place(const RecurrentLayer& layer, int64_t state_offset, int64_t state_page, int64_t log_offset,

@@ -109,7 +109,7 @@ class RecurrentLayer {
             for (int64_t j = 0; j < width; j++) weight_[size_t(j * s.channels + c)] = conv.data()[c * width + j];
         if (bias) bias_ = values("conv_bias", *bias, s.channels);
         zeros.resize(size_t(s.channels));
-        s.prepared_cols = scans() ? (s.channels + 2 * s.n_v + s.n_k + 15) / 16 * 16 : s.channels;
+        s.prepared_cols = scans() ? (s.channels + 2 * s.n_v + s.n_k + 15) / 16 * 16 : 0;
         s.weight = weight_.data();
         s.bias = bias ? bias_.data() : nullptr;
         s.a = a_.data();
