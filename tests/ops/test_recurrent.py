@@ -97,13 +97,13 @@ class Rig:
 
     ops: CpuOps
     layers: list[Layer]
+    log_tokens: int = LOG
     memory: RecurrentMemory = field(init=False)
 
     def __post_init__(self) -> None:
         self.handles = [handle(self.ops, layer) for layer in self.layers]
-        spec = RecurrentSpec(
-            "state", NUMBERS, self.handles[0].state_bytes, self.handles[0].log_bytes, LOG
-        )
+        one = self.handles[0]
+        spec = RecurrentSpec("state", NUMBERS, one.state_bytes, one.log_bytes, self.log_tokens)
         self.fold = folding(self.ops, dict(zip(NUMBERS, self.handles, strict=True)))
         self.memory = RecurrentMemory(StateLayout(spec), Budget(1 << 28), self.fold, poison=True)
 
@@ -233,7 +233,7 @@ def test_chunks_change_no_bit(case: str, isa: str) -> None:
     whole = make(case, isa, 1)
     x = inputs(whole, 130)
     out = whole.feed(0, x, [130])
-    for chunks in ([1], [7], [16], [64], [1, 3, 17, 2]):
+    for chunks in ([1], [7], [16], [64], [1, 3, 17, 2], [12, 118]):
         rig = make(case, isa)
         assert np.array_equal(rig.feed(0, x, chunks), out), chunks
         assert rig.state(0) == whole.state(0), chunks
@@ -249,6 +249,17 @@ def test_where_a_fold_falls_changes_no_bit(case: str) -> None:
         # The second chunk does not fit behind the first, so the first is folded.
         found = rig.feed(0, x, [first, LOG, 24 - LOG - first] if first < 8 else [8, LOG])
         assert np.array_equal(found, out) and rig.state(0) == plain.state(0)
+
+
+@pytest.mark.parametrize("case", SOME)
+def test_the_length_of_a_log_changes_no_bit(case: str) -> None:
+    plain = make(case)
+    long = Rig(plain.ops, plain.layers, log_tokens=100)
+    x = inputs(plain, 130)
+    assert np.array_equal(long.feed(0, x, [1]), plain.feed(0, x, [1]))
+    assert np.array_equal(long.feed(1, x, [90, 10, 30]), plain.feed(1, x, [130]))
+    assert {long.state(0), long.state(1)} == {plain.state(0), plain.state(1)}
+    assert long.state(0) == long.state(1)
 
 
 @pytest.mark.parametrize("case", SOME)

@@ -57,6 +57,7 @@ class Work {
     }
 
     void run(Cpu& cpu) {
+        if (tasks_.empty()) return;
         // Long ones first, so that nobody is left with one at the end.
         std::stable_sort(tasks_.begin(), tasks_.end(),
                          [](const Task& a, const Task& b) { return a.job.tokens > b.job.tokens; });
@@ -64,8 +65,9 @@ class Work {
         int64_t dk = 0, floats = 0, size = 1 << 12;
         for (const Task& task : tasks_) {
             dk = std::max<int64_t>(dk, task.job.shape->dk);
-            // A convolution prepares nothing, and needs its last entries first.
-            if (task.job.shape->kind == RecurrentKind::conv) tile_ = longest;
+            // An append has no place for a state between tiles, and a convolution begins with its last token.
+            if (!task.job.state_out || task.job.shape->kind == RecurrentKind::conv)
+                tile_ = std::max(tile_, task.job.tokens);
         }
         for (const Task& task : tasks_) floats += std::min(task.job.tokens, tile_) * task.job.shape->prepared_cols;
         while (size < floats) size *= 2;  // few sizes for steps of many lengths
@@ -92,7 +94,9 @@ class Work {
         each(cpu, jobs, 16, [](const RecurrentJob& job) { return job.first_pieces(); },
              [&](const RecurrentJob& job, int64_t begin, int64_t end, int) { kernels.prepare(job, begin, end); });
         auto slices = [&](const RecurrentJob& j) { return (j.shape->blocks() + kernels.blocks - 1) / kernels.blocks; };
-        each(cpu, jobs, 1,
+        const RecurrentJob& first = jobs.front();
+        const int64_t work = first.tokens * first.shape->dk * kernels.blocks * STATE_LANES;
+        each(cpu, jobs, 1 + 8192 / work,  // less is not worth handing out
              [&](const RecurrentJob& job) {
                  return job.shape->kind == RecurrentKind::conv ? 0 : job.shape->n_v * slices(job);
              },
@@ -136,7 +140,7 @@ class Work {
     }
 
     std::vector<Task> tasks_;
-    int64_t tile_ = 32;  // tokens that are prepared, then walked: their rows stay in a cache
+    int64_t tile_ = 64;  // tokens that are prepared, then walked: their rows stay in a cache
 };
 
 void check_place(const RecurrentLayer& layer, int64_t state_offset, int64_t state_page, int64_t log_offset,
