@@ -7,10 +7,12 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.weights.file import REQUIRED, Required
 from quire.weights.gguf_format import Value
-from quire.weights.naming import Change, HFConfig, Naming, Source, one
+from quire.weights.naming import Change, HFConfig, Naming, Source, one, stack
 
 MAX_LAYERS = 4096
+MAX_EXPERTS = 65536  # of all layers: each gets names, before it is known whether it is there
 
 
 def layers(config: HFConfig) -> int:
@@ -82,9 +84,12 @@ def _llama3_factors(section: HFConfig, base: float, n_rot: int) -> NDArray[np.fl
 
 
 def decoder(
-    config: HFConfig, arch: str, layer: dict[str, str], changes: dict[str, Change] | None = None
+    config: HFConfig, arch: str, layer: dict[str, str], changes: dict[str, Change] | None = None,
+    rotated: float = 1.0,
 ) -> Naming:  # fmt: skip
     """A plain decoder; `layer` maps GGUF's names within a layer to the folder's.
+
+    `rotated` is the share of a head that is rotated if the folder does not say.
 
     One with a window, in all layers or some, is run without it and gets a context no longer than
     the window: up to there both are the same.
@@ -98,7 +103,7 @@ def decoder(
     old = "rope_parameters" not in config  # transformers 4 spread this over several keys
     section = config.section("rope_scaling" if old else "rope_parameters")
     first = config if old else section
-    share = first.number("partial_rotary_factor", default=1.0)
+    share = first.number("partial_rotary_factor", default=rotated)
     base = first.number("rope_theta", default=10000.0)
     keys, made = rope(section, arch, int(head_dim(config) * share), base)
     tied = config.flag("tie_word_embeddings", default=False)
@@ -120,6 +125,24 @@ def tensors(
         for name, stored in layer.items():
             out[f"blk.{i}.{name}"] = one(f"model.layers.{i}.{stored}", changes.get(name))
     return out
+
+
+def expert_count(config: HFConfig, default: int | Required = REQUIRED) -> int:
+    """How many experts a layer has; with a default of 0, none are fine as well."""
+    key = "num_local_experts" if "num_local_experts" in config else "num_experts"
+    least = 0 if default == 0 else 1
+    return config.whole(key, default, least, maximum=MAX_EXPERTS // layers(config))
+
+
+def expert_stacks(config: HFConfig, count: int) -> dict[str, Source]:
+    """Experts that are stored one by one, as stacks, in every layer."""
+    return {
+        f"blk.{i}.ffn_{name}_exps.weight": stack(
+            f"model.layers.{i}.mlp.experts.{e}.{name}_proj.weight" for e in range(count)
+        )
+        for i in range(layers(config))
+        for name in ("gate", "up", "down")
+    }
 
 
 def not_needed(tied: bool) -> tuple[str, ...]:

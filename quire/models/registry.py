@@ -26,7 +26,13 @@ _ARCHITECTURES: Final[dict[str, tuple[str, ...]]] = {
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
-}
+    "qwen3next": ("Qwen3NextForCausalLM", "qwen3_next"),
+    "qwen35": ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration", "qwen3_5_text", "qwen3_5"),
+    "qwen35moe": (
+        "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text",
+        "qwen3_5_moe",
+    ),
+}  # fmt: skip
 
 
 class Model(Protocol):
