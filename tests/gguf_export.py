@@ -15,7 +15,10 @@ from tests.gguf_writer import Tensor, Typed, ValueType, write_gguf
 
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 # Tensors of more than one dimension that llama.cpp wants in float32.
-_FLOATS = ("ffn_gate_inp.weight", "conv1d.weight", "shortconv.conv.weight", "ssm_a", "ssm_d")
+_FLOATS = (
+    "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "conv1d.weight", "shortconv.conv.weight",
+    "ssm_a", "ssm_d",
+)  # fmt: skip
 
 
 def export(folder: Path, path: Path, pre: str = "qwen2", exact: bool = False) -> Path:
@@ -26,8 +29,18 @@ def export(folder: Path, path: Path, pre: str = "qwen2", exact: bool = False) ->
     with open_weights(folder) as file:
         metadata = {key: _value(value) for key, value in file.metadata.items()}
         metadata |= {"general.name": folder.name, **_vocabulary(folder, file, pre)}
+        metadata |= _only_llama_cpp_needs(folder, file.get_str("general.architecture"))
         tensors = {name: _tensor(file, name, exact) for name in file.tensors}
         return write_gguf(path, metadata, tensors)
+
+
+def _only_llama_cpp_needs(folder: Path, arch: str) -> dict[str, Any]:
+    """Keys that are refused if missing, though they make no difference to text."""
+    if not arch.startswith("qwen35"):
+        return {}
+    config = json.loads((folder / "config.json").read_text())
+    sections = config["rope_parameters"].get("mrope_section", [11, 11, 10])
+    return {f"{arch}.rope.dimension_sections": Typed(ValueType.INT32, [*sections, 0])}
 
 
 def _value(value: Any) -> Any:
