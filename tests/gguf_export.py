@@ -29,18 +29,23 @@ def export(folder: Path, path: Path, pre: str = "qwen2", exact: bool = False) ->
     with open_weights(folder) as file:
         metadata = {key: _value(value) for key, value in file.metadata.items()}
         metadata |= {"general.name": folder.name, **_vocabulary(folder, file, pre)}
-        metadata |= _only_llama_cpp_needs(folder, file.get_str("general.architecture"))
+        metadata |= _only_llama_cpp_needs(file)
         tensors = {name: _tensor(file, name, exact) for name in file.tensors}
         return write_gguf(path, metadata, tensors)
 
 
-def _only_llama_cpp_needs(folder: Path, arch: str) -> dict[str, Any]:
-    """Keys that are refused if missing, though they make no difference to text."""
+def _only_llama_cpp_needs(file: WeightFile) -> dict[str, Any]:
+    """Keys that are refused if missing, though they make no difference to text.
+
+    llama.cpp leaves unrotated what no section covers, so they are thirds of all there is, as
+    those of Qwen's own files are, whatever a folder says.
+    """
+    arch = file.get_str("general.architecture")
     if not arch.startswith("qwen35"):
         return {}
-    config = json.loads((folder / "config.json").read_text())
-    sections = config["rope_parameters"].get("mrope_section", [11, 11, 10])
-    return {f"{arch}.rope.dimension_sections": Typed(ValueType.INT32, [*sections, 0])}
+    pairs = file.get_int(f"{arch}.rope.dimension_count") // 2
+    sections = [(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0]
+    return {f"{arch}.rope.dimension_sections": Typed(ValueType.INT32, sections)}
 
 
 def _value(value: Any) -> Any:

@@ -36,6 +36,8 @@ def test_the_file_is_the_folder(name: str, tmp_path: Path) -> None:
 def test_llama_cpp_agrees(name: str, tmp_path: Path) -> None:
     """In float32 on both sides; only that llama.cpp looks gelu up in a table of 16 bits."""
     llama_cpp = pytest.importorskip("llama_cpp")
+    if name == "tiny-hybrid":
+        pytest.skip("llama.cpp runs Qwen3-Next with experts only; test_delta_hybrid has one")
     _, ids = prompt(name)
     path = export(MODELS / name, tmp_path / "model.gguf", exact=True)
     peer = llama_cpp.Llama(
