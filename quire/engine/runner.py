@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from quire.engine.scheduler import Plan
-from quire.memory.interface import Lease
+from quire.memory.interface import Lease, PageView
+from quire.memory.state_layout import StateView
 from quire.models.registry import Model
-from quire.ops import Array, Ops
+from quire.ops import Array, Ops, Pages, States
 from quire.ops.batch import Batch, GroupPages
 
 _PROMPT = 32  # tokens of a step that tell how fast prompts are
@@ -37,10 +38,16 @@ class Runner:
     def forward_rows(self, lease: Lease, rows: Any) -> Array:
         """Logits of these rows of the step."""
         groups = {
-            name: GroupPages(self.ops.pages(view, lease.positions, lease.seq_rows), view.offsets)
+            name: GroupPages(self._handle(view, lease), view.offsets)
             for name, view in lease.views.items()
         }
         batch = Batch(lease.tokens, lease.positions, groups)
         x = self.model.embed(batch)
         self.model.run(x, batch, 0, self.model.n_layers)
         return self.model.logits(self.ops.take_rows(x, rows))
+
+    def _handle(self, view: PageView | StateView, lease: Lease) -> Pages | States:
+        """A group's memory as this device's kernels take it."""
+        if view.layout.spec.kind == "recurrent":
+            return self.ops.states(view, lease.seq_rows)
+        return self.ops.pages(view, lease.positions, lease.seq_rows)

@@ -20,6 +20,10 @@ Matrix = Any
 """A weight [rows, cols] in the device's own tile format."""
 Pages = Any
 """One group's pages as the kernels of a step see them."""
+States = Any
+"""One recurrent group's states and logs as the kernels of a step see them."""
+Recurrent = Any
+"""A recurrent layer. Its `state_bytes` and `log_bytes` are what a model declares to memory."""
 Part = tuple[int, int, int, NDArray[np.uint8]]
 """Rows of a matrix as the file has them: ggml type number, rows, cols, bytes."""
 
@@ -81,6 +85,59 @@ class Ops(Protocol):
 
     def pages(self, view: Any, positions: NDArray[np.int32], seq_rows: NDArray[np.int32]) -> Pages:
         """One group's pages as the kernels of a step see them."""
+
+    def states(self, view: Any, seq_rows: NDArray[np.int32]) -> States:
+        """One recurrent group's states and logs as the kernels of a step see them."""
+
+    def delta_net(
+        self, n_k: int, n_v: int, dk: int, dv: int, conv: NDArray[np.float32],
+        conv_bias: NDArray[np.float32] | None, ssm_a: NDArray[np.float32],
+        dt_bias: NDArray[np.float32], tiled: bool = False,
+    ) -> Recurrent:  # fmt: skip
+        """A gated delta net; its input is [q | k | v | b | a], `ssm_a` is -exp(A_log).
+
+        Value head h reads key head h // (n_v / n_k), or h % n_k where heads are tiled.
+        """
+
+    def ssd(
+        self, n_heads: int, n_groups: int, head_dim: int, state_dim: int,
+        conv: NDArray[np.float32], conv_bias: NDArray[np.float32] | None,
+        ssm_a: NDArray[np.float32], dt_bias: NDArray[np.float32], d: NDArray[np.float32],
+        dt_limits: tuple[float, float] = (0.0, np.inf),
+    ) -> Recurrent:  # fmt: skip
+        """A Mamba-2 layer; its input is [x | B | C | dt], `ssm_a` is -exp(A_log)."""
+
+    def short_conv(
+        self, conv: NDArray[np.float32], conv_bias: NDArray[np.float32] | None = None
+    ) -> Recurrent:
+        """A gated short convolution; its input is [B | C | x]."""
+
+    def recur(
+        self, x: Array, layer: Recurrent, states: States, state_offset: int, log_offset: int
+    ) -> Array:
+        """Takes tokens into their logs or states, and returns the layer's outputs."""
+
+    def fold(
+        self, layers: Sequence[Recurrent], offsets: Sequence[tuple[int, int]],
+        state_page_bytes: int, log_page_bytes: int, log_stride: int, state_in: int, log: int,
+        n_entries: int, state_out: int,
+    ) -> None:  # fmt: skip
+        """Replays a log page on a state page (address 0: zeros) into another, in all layers."""
+
+    def gated_norm(
+        self, x: Array, gate: Array, weight: Array, eps: float, group: int, gate_first: bool
+    ) -> Array:
+        """rms_norm over groups of columns, times weight, times silu(gate).
+
+        `gate_first`: rms_norm(x * silu(gate)) * weight instead. There are as many weights as
+        columns in a group, or as columns.
+        """
+
+    def gate_sigmoid(self, x: Array, gate: Array) -> Array:
+        """x * sigmoid(gate), in place."""
+
+    def columns(self, x: Array, start: int, count: int) -> Array:
+        """A copy of some columns."""
 
     def embed(self, table: Matrix, ids: NDArray[np.int32], scale: float = 1.0) -> Array:
         """Rows of a matrix by id, times scale."""

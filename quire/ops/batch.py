@@ -7,16 +7,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.ops import Pages
+from quire.ops import Pages, States
 
 
 @dataclass(frozen=True)
 class GroupPages:
     """One group's memory in this step: its pages, and where in a page each layer's parts lie."""
 
-    pages: Pages
+    pages: Pages | States
     offsets: tuple[tuple[int, int], ...]
-    """Offsets of K and V for each layer of the group, in the group's order."""
+    """Offsets of K and V, or of state and log, for each layer of the group, in its order."""
 
 
 @dataclass(frozen=True)

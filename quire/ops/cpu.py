@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import quire.ops._cpu as _cpu
-from quire.ops import Array, Heads, Matrix, Pages, Part, Rope
+from quire.ops import Array, Heads, Matrix, Pages, Part, Recurrent, Rope, States
 
 
 class CpuOps:
@@ -33,6 +33,11 @@ class CpuOps:
         self.attention: Any = cpu.attention
         self.rotate_pages: Any = cpu.rotate_pages
         self.move_tokens: Any = cpu.move_tokens
+        self.recur: Any = cpu.recur
+        self.fold: Any = cpu.fold
+        self.gated_norm: Any = cpu.gated_norm
+        self.gate_sigmoid: Any = cpu.gate_sigmoid
+        self.columns: Any = cpu.columns
         self.sample: Any = cpu.sample
         self.logprobs: Any = cpu.logprobs
 
@@ -86,3 +91,38 @@ class CpuOps:
             heads.n_heads, heads.n_kv_heads, heads.head_dim_k, heads.head_dim_v, type_k, type_v,
             heads.scale, heads.window, heads.softcap, q_norm, k_norm, eps,
         )  # fmt: skip
+
+    def states(self, view: Any, seq_rows: NDArray[np.int32]) -> States:
+        """One recurrent group's states and logs as the kernels of a step see them."""
+        return _cpu.States(
+            view.state_address, view.state_page_bytes, view.log_address, view.log_page_bytes,
+            view.log_stride, view.layout.log_tokens, view.state_in, view.state_out, view.log_in,
+            view.log_length, view.log_out, seq_rows,
+        )  # fmt: skip
+
+    def delta_net(
+        self, n_k: int, n_v: int, dk: int, dv: int, conv: NDArray[np.float32],
+        conv_bias: NDArray[np.float32] | None, ssm_a: NDArray[np.float32],
+        dt_bias: NDArray[np.float32], tiled: bool = False,
+    ) -> Recurrent:  # fmt: skip
+        """A gated delta net; its input is [q | k | v | b | a], `ssm_a` is -exp(A_log)."""
+        return _cpu.RecurrentLayer.delta_net(
+            n_k, n_v, dk, dv, conv, conv_bias, ssm_a, dt_bias, tiled
+        )
+
+    def ssd(
+        self, n_heads: int, n_groups: int, head_dim: int, state_dim: int,
+        conv: NDArray[np.float32], conv_bias: NDArray[np.float32] | None,
+        ssm_a: NDArray[np.float32], dt_bias: NDArray[np.float32], d: NDArray[np.float32],
+        dt_limits: tuple[float, float] = (0.0, np.inf),
+    ) -> Recurrent:  # fmt: skip
+        """A Mamba-2 layer; its input is [x | B | C | dt], `ssm_a` is -exp(A_log)."""
+        return _cpu.RecurrentLayer.ssd(
+            n_heads, n_groups, head_dim, state_dim, conv, conv_bias, ssm_a, dt_bias, d, *dt_limits
+        )
+
+    def short_conv(
+        self, conv: NDArray[np.float32], conv_bias: NDArray[np.float32] | None = None
+    ) -> Recurrent:
+        """A gated short convolution; its input is [B | C | x]."""
+        return _cpu.RecurrentLayer.short_conv(conv, conv_bias)

@@ -9,5 +9,6 @@ void bind_matrix(nanobind::module_& m);     // matrix_bind.cpp: pack, embed, lin
 void bind_attention(nanobind::module_& m);  // attention_bind.cpp: rope, pages, attention
 void bind_experts(nanobind::module_& m);    // experts_bind.cpp: experts, add_gated
 void bind_sampling(nanobind::module_& m);   // sampling_bind.cpp: sample, logprobs
+void bind_recurrent(nanobind::module_& m);  // recurrent_bind.cpp: states, recurrent layers, gates
 
 }  // namespace quire

@@ -94,4 +94,5 @@ NB_MODULE(_cpu, m) {
     quire::bind_experts(m);
     quire::bind_attention(m);
     quire::bind_sampling(m);
+    quire::bind_recurrent(m);
 }
