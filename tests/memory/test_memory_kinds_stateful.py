@@ -20,6 +20,7 @@ from fake_kernel import Token, history
 from fake_kinds import (
     KINDS,
     LOG_TOKENS,
+    TAIL,
     Leaf,
     check_saved,
     check_seq,
@@ -80,7 +81,7 @@ class Past:
         tokens = self.tokens + [(t, self.end + i) for i, t in enumerate(new)]
         state_at = self.state_at
         if len(new) > LOG_TOKENS:
-            state_at = self.end + len(new)
+            state_at = self.end + len(new) - TAIL
         elif self.end + len(new) - self.state_at > LOG_TOKENS:
             state_at = self.end
         return replace(self, tokens=tokens, state_at=state_at)
@@ -187,9 +188,9 @@ class KindMachine(RuleBasedStateMachine):
             for row, (seq, _) in enumerate(entries):
                 check_view(self.memory, lease.ubatch, row, after[seq].tokens)
             whole = [s for s, (n, _) in counts.items() if n > self.memory.room_for_draft(s)]
-            if any(0 < kept[seq] < counts[seq][0] for seq in whole):
+            if any(0 < kept[seq] < counts[seq][0] - TAIL for seq in whole):
                 before = snapshot(self.memory)
-                with pytest.raises(RequestError, match="keep all or none"):
+                with pytest.raises(RequestError, match="or more, or none"):
                     lease.commit(kept)
                 assert snapshot(self.memory) == before
                 kept |= {seq: counts[seq][0] for seq in whole}
