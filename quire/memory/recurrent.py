@@ -34,6 +34,7 @@ class RecurrentMemory(SequenceMemory[StateTable]):
     Positions cannot move: they count the tokens, and a state cannot tell one from the others.
     """
 
+    layout: StateLayout
     can_shift = False
 
     def __init__(
