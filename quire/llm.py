@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -31,12 +32,14 @@ from quire.models.registry import architecture_of, load_model, open_weights
 from quire.ops.cpu import CpuOps
 from quire.report import MemoryReport
 from quire.session import Session
+from quire.session_file import open_session
 from quire.text.detokenize import Detokenizer
 from quire.text.template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 from quire.types import Completion, Constraint, Request, Sampling, SamplingFields
 from quire.weights import pull
 from quire.weights.file import WeightFile
+from quire.weights.fingerprint import fingerprint
 
 Prompt = str | Seq[int]
 """Text, or token ids that are taken as they are."""
@@ -175,6 +178,18 @@ class LLM:
     def session(self) -> Session:
         """An empty session: a context to append to, fork, rewind and generate from."""
         return Session(self, self.engine.open())
+
+    def open(self, path: str | os.PathLike[str]) -> Session:
+        """A session as it was saved: it goes on with the same bits, and computes nothing again."""
+        return Session(self, *open_session(path, self.engine, self.fingerprint))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Which weights these are, as loaded; files of sessions only go with the same."""
+        settings = self.settings
+        with open_weights(self.path) as file:
+            seen = limited(file, settings.n_layer_exit, settings.moe_n_expert)
+            return fingerprint(seen, f"quantize {settings.quantize}")
 
     @property
     def memory(self) -> MemoryReport:
