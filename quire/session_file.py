@@ -134,6 +134,8 @@ class Contents:
         facts, arrays = found.extra.facts, dict(found.extra.arrays)
         if facts.keys() != _FIELDS or not isinstance(facts["salt"], str):
             self._refuse("it is no session: it does not have the fields of one")
+        if not found.complete:
+            self._refuse("memory does not have all of its tokens")
         self._check_place("the session", "", facts, arrays, found.ends[self.seq])
         marks, names = facts["marks"], set()
         if not isinstance(marks, list):

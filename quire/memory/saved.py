@@ -36,6 +36,8 @@ class Found:
     ends: Mapping[int, int]
     """Where each sequence goes on, by its id in the file."""
     checkpoint_ends: Mapping[str, int]
+    complete: bool
+    """Whether full attention has each position up to the ends once, and none has yet to turn."""
     extra: Extra
 
 

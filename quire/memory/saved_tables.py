@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quire.memory.layout import MAX_POSITION, AttentionLayout, Int32
 from quire.memory.state_table import StateTable
@@ -42,7 +43,7 @@ def to_numbers(table: AnyTable, numbered: Sequence[Numbered]) -> dict[str, objec
         "length": table.length,
         "positions": None if positions is None else positions.tolist(),
         "pending": None if pending is None else pending.tolist(),
-        "lost": [table.lost.start, table.lost.stop],
+        "lost": [table.lost.start, table.lost.stop] if table.lost else [0, 0],
     }
 
 
@@ -110,7 +111,9 @@ def _pending(leaf: Leaf, numbers: object, positions: Int32, refuse: Refuse) -> I
     if numbers is None:
         return None
     pending = _array(numbers, -MAX_POSITION, MAX_POSITION, "turn", refuse)
-    if len(pending) != len(positions) or (pending[positions == HOLE] != 0).any():
+    stored = positions.astype(np.int64) - pending if len(pending) == len(positions) else None
+    live = positions != HOLE
+    if stored is None or pending[~live].any() or not _in_range(stored[live]):
         refuse("a table's turns do not go with its tokens")
     if not leaf.can_shift:
         refuse(
@@ -118,6 +121,10 @@ def _pending(leaf: Leaf, numbers: object, positions: Int32, refuse: Refuse) -> I
             "no way to rotate K"
         )
     return pending
+
+
+def _in_range(positions: NDArray[np.int64]) -> bool:
+    return bool(((positions >= 0) & (positions <= MAX_POSITION)).all())
 
 
 def _lost(leaf: Leaf, numbers: object, refuse: Refuse) -> range:

@@ -10,6 +10,7 @@ from quire.memory.pool import PagePool, fit_together
 from quire.memory.saved import Extra, Found, StateFlags
 from quire.memory.saved_tables import Leaf
 from quire.memory.snapshot import Held, describe, group_of, signature
+from quire.memory.table import Table
 
 FORMAT = "quire saved state"
 VERSION = 1
@@ -120,10 +121,18 @@ def read_extra(container: Container) -> Extra:
     return Extra(facts, {name[len(EXTRA) :]: container.array(name) for name in names})
 
 
-def findings(held: Sequence[Held], extra: Extra) -> Found:
+def findings(held: Sequence[Held], leaves: Sequence[Leaf], extra: Extra) -> Found:
     """What a file has, for the caller to judge."""
     ends = {one.seq: one.end for one in held if one.name is None}
-    return Found(ends, {one.name: one.end for one in held if one.name is not None}, extra)
+    checkpoint_ends = {one.name: one.end for one in held if one.name is not None}
+    full = {group_of(leaf) for leaf in leaves if leaf.layout.spec.kind == "attention"}
+    complete = all(
+        table.pending is None and (group not in full or table.gapless)
+        for one in held
+        for group, table in one.tables.items()
+        if isinstance(table, Table)
+    )
+    return Found(ends, checkpoint_ends, complete, extra)
 
 
 def check_fits(demand: Sequence[tuple[PagePool, int]]) -> None:

@@ -114,7 +114,7 @@ class SavedState(Memory):
         held = [_moved(one, seq) if kind == "sequence" else one for one in held]
         self._check_room(held, left_out, flags)
         extra = read_extra(container)
-        check(findings(held, extra))
+        check(findings(held, leaves, extra))
         self._bring_in(container, leaves, held, n_pages)
         names = self._register(leaves, held, name)
         seqs = tuple(one.seq for one in held if one.name is None)

@@ -566,7 +566,7 @@ def test_checkpoints_have_names_and_timings(memory: Memory) -> None:
     memory.checkpoint_delete(first)
     timings = memory.checkpoints.timings  # type: ignore[attr-defined]
     assert {what: timing.count for what, timing in timings.items()} == {
-        "save": 3, "restore": 1, "delete": 1,
+        "save": 3, "restore": 1, "delete": 1, "to_bytes": 0, "from_bytes": 0,
     }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from io import BytesIO
 from typing import Any
 
 import fake_kinds
@@ -43,7 +44,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from quire.errors import OutOfMemory, PagesError, RequestError, TierError
+from quire.errors import OutOfMemory, PagesError, RequestError, SessionFileError, TierError
 from quire.memory.interface import Memory, SeqTokens, Status
 from quire.memory.pool import PagePool
 from quire.memory.recurrent import RecurrentMemory
@@ -518,6 +519,23 @@ class KindMachine(RuleBasedStateMachine):
         name = sorted(self.saved)[which % len(self.saved)]
         self.memory.checkpoint_delete(name)
         del self.saved[name]
+
+    @precondition(lambda self: self.seqs or self.saved)
+    @rule(which=WHICH)
+    def through_a_file(self, which: int) -> None:
+        file = BytesIO()
+        self.memory.state_write(file)
+        damaged = bytearray(file.getvalue())
+        damaged[-1 - which % 100] ^= 1 << which % 8
+        with self.unchanged(), pytest.raises((SessionFileError, RequestError)):
+            self.memory.state_read(BytesIO(damaged))
+        self.memory.clear(data=False)
+        with pytest.raises(SessionFileError):
+            self.memory.state_read(BytesIO(damaged))
+        assert fake_kinds.empty(self.memory)
+        file.seek(0)
+        self.memory.state_read(file)
+        self.watched = {}  # pages have other numbers now
 
     # -- what must hold -------------------------------------------------------------------------
 

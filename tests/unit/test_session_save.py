@@ -226,9 +226,18 @@ def swap(header: dict[str, Any], one: str, two: str) -> None:
     header.update(entries)
 
 
+def make_hole(header: dict[str, Any], group: str = "attention") -> None:
+    """Takes a token out of what memory holds of the session."""
+    state = json.loads(header["__metadata__"]["state"])
+    table = state["sequences"][0]["tables"][group]
+    table["positions"] = [-1 if i == 1 else i for i in range(table["length"])]
+    header["__metadata__"]["state"] = json.dumps(state)
+
+
 @pytest.mark.parametrize(
     "change",
     [
+        lambda h, f: make_hole(h),
         lambda h, f: f.update(computed=3),
         lambda h, f: f.update(computed=10**6),
         lambda h, f: f.update(computed="3"),
