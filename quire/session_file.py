@@ -42,7 +42,7 @@ def save_session(
 ) -> None:  # fmt: skip
     """Writes a session; the old file stays until the new one is complete."""
     arrays: dict[str, NDArray[Any]] = {}
-    _add(arrays, "", sequence.tokens, sequence.logits)
+    _add(arrays, "", sequence.tokens, None if sequence.pending else sequence.logits)
     told = []
     for i, mark in enumerate(marks.values()):
         _add(arrays, f"mark {i} ", mark.tokens, mark.logits)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from quire.memory.layout import AttentionLayout, Int32
 from quire.memory.pool import PagePool
-from quire.memory.saved_tables import AnyTable, Leaf, Refuse, from_numbers, to_numbers
+from quire.memory.saved_tables import AnyTable, Leaf, Numbered, Refuse, from_numbers, to_numbers
 from quire.memory.state_table import StateTable
 from quire.memory.table import HOLE, Table
 
@@ -62,17 +62,15 @@ class Snapshot:
 
     def add_checkpoint(self, name: str) -> None:
         """A checkpoint."""
-        saved = {group_of(leaf): leaf.checkpoints.get(name) for leaf in self._leaves}
-        tables = {group_of(leaf): self._table(leaf, saved[group_of(leaf)].table)
-                  for leaf in self._leaves}  # fmt: skip
-        seq = next(iter(saved.values())).seq
-        self.checkpoints.append({"seq": seq, "name": name, "tables": tables})
+        saved = [(leaf, leaf.checkpoints.get(name)) for leaf in self._leaves]
+        tables = {group_of(leaf): self._table(leaf, one.table) for leaf, one in saved}
+        self.checkpoints.append({"seq": saved[0][1].seq, "name": name, "tables": tables})
 
     def _table(self, leaf: Leaf, table: AnyTable) -> dict[str, object]:
         return to_numbers(table, [self._numbered(self._numbers[p.name]) for p in leaf.pools])
 
     @staticmethod
-    def _numbered(numbers: dict[int, int]) -> Any:
+    def _numbered(numbers: dict[int, int]) -> Numbered:
         return lambda page: numbers.setdefault(page, len(numbers))
 
     def pages(self, pool: PagePool) -> list[NDArray[np.uint8]]:
@@ -147,24 +145,20 @@ def _holder(
     leaves: Sequence[Leaf], left_out: Sequence[Leaf], entry: dict[str, Any],
     n_pages: Mapping[str, int], refuse: Refuse,
 ) -> Held:  # fmt: skip
-    seq, name, tables, kept = entry["seq"], entry.get("name"), entry["tables"], entry.get("kept")
+    seq, name, tables, kept = (
+        entry["seq"],
+        entry.get("name"),
+        entry["tables"],
+        entry.get("kept", {}),
+    )
     if type(seq) is not int or not 0 <= seq < MAX_SEQ:
         refuse(f"a sequence has the id {str(seq)[:40]}; ids are whole numbers below {MAX_SEQ}")
     if "name" in entry and not isinstance(name, str):
         refuse("the name of a checkpoint is not text")
     if not isinstance(tables, dict) or tables.keys() != {group_of(leaf) for leaf in leaves}:
         refuse("a sequence or checkpoint has not one table in each group")
-    if kept is None:
-        kept = {}
-    elif not isinstance(kept, dict) or kept.keys() != {group_of(leaf) for leaf in left_out}:
+    if "kept" in entry and not _is_kept(entry["kept"], left_out):
         refuse("a sequence does not say what it holds in the groups that are left out")
-    for value in kept.values():
-        if (
-            not isinstance(value, dict)
-            or value.keys() != {"next", "digest"}
-            or not all(type(value[key]) is kind for key, kind in (("next", int), ("digest", str)))
-        ):
-            refuse("a sequence does not say what it holds in the groups that are left out")
     made = {
         group_of(leaf): from_numbers(
             leaf, tables[group_of(leaf)], [n_pages[pool.name] for pool in leaf.pools], refuse
@@ -175,6 +169,17 @@ def _holder(
     if len(ends | {value["next"] for value in kept.values()}) > 1:
         refuse(f"sequence {seq} does not end at the same position in all groups")
     return Held(seq, name, made, kept)
+
+
+def _is_kept(kept: object, left_out: Sequence[Leaf]) -> bool:
+    """Whether this has a `signature` for each group that is left out."""
+    if not isinstance(kept, dict) or kept.keys() != {group_of(leaf) for leaf in left_out}:
+        return False
+    kinds = {"next": int, "digest": str}
+    return all(
+        isinstance(value, dict) and {key: type(of) for key, of in value.items()} == kinds
+        for value in kept.values()
+    )
 
 
 def _check_states(held: Iterable[Held], refuse: Refuse) -> None:
