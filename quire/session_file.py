@@ -41,6 +41,7 @@ def save_session(
     marks: Mapping[str, Mark],
 ) -> None:  # fmt: skip
     """Writes a session; the old file stays until the new one is complete."""
+    engine.hold(sequence)
     arrays: dict[str, NDArray[Any]] = {}
     _add(arrays, "", sequence.tokens, None if sequence.pending else sequence.logits)
     told = []
@@ -63,7 +64,7 @@ def save_session(
 def open_session(
     path: str | os.PathLike[str], engine: Engine, model: str
 ) -> tuple[Sequence, dict[str, Mark]]:
-    """A sequence as it was saved, and its marks; cached prefixes give way if need be."""
+    """A sequence as it was saved, and its marks; what is idle gives way if need be."""
     try:
         if not Path(path).is_file():  # asked before opening: a pipe would wait for its other end
             raise SessionFileError(f"{path}: there is no such file")
@@ -81,7 +82,7 @@ def _read(
     try:
         read = _read_state(file, contents, model)
     except BaseException:
-        engine.memory.seq_free(sequence.id)
+        engine.close(sequence)
         raise
     facts, arrays = read.extra.facts, read.extra.arrays
     sequence.tokens[:] = arrays["tokens"].tolist()
@@ -108,7 +109,7 @@ def _read_state(file: BinaryIO, contents: Contents, model: str) -> StateRead:
                 file, contents.seq, model=model, source=source, check=contents.check
             )
         except OutOfMemory as error:
-            if not engine.prefix.evict_one():
+            if not (engine.room.evict_one() or engine.room.park_idle()):
                 raise SessionFileError(f"{source}: it does not fit: {error}") from error
 
 

@@ -63,16 +63,6 @@ def from_numbers(leaf: Leaf, numbers: object, n_pages: Sequence[int], refuse: Re
     return made
 
 
-def renumber(table: AnyTable, ids: Sequence[Int32]) -> None:
-    """Real page ids, by pool, in place of the file's numbers."""
-    if isinstance(table, StateTable):
-        states, logs = ids
-        table.state = int(states[table.state]) if table.state >= 0 else -1
-        table.log = int(logs[table.log]) if table.log >= 0 else -1
-    elif table.length:
-        table.assign(ids[0][table.pages], table.position_array(), table.pending)
-
-
 def _state_table(numbers: dict[str, Any], n_pages: Sequence[int], refuse: Refuse) -> StateTable:
     n_states, n_logs = n_pages
     state = _whole(numbers["state"], -1, n_states - 1, "a state page", refuse)

@@ -32,7 +32,7 @@ class Held:
     """The sequence, or the one that a checkpoint was taken of."""
     name: str | None
     """Of a checkpoint; None for a sequence."""
-    tables: Mapping[str, AnyTable]
+    tables: dict[str, AnyTable]
     kept: Mapping[str, Any]
     """In groups that are left out: what a sequence must hold there to go with the rest."""
 

@@ -13,8 +13,9 @@ from quire.errors import RequestError
 from quire.memory.checkpoint import Checkpoint, Checkpoints
 from quire.memory.container import Container, Tensor, write_container
 from quire.memory.interface import Memory
+from quire.memory.layout import Int32
 from quire.memory.saved import Extra, Found, StateFlags, StateRead
-from quire.memory.saved_tables import Leaf, renumber
+from quire.memory.saved_tables import Leaf
 from quire.memory.snapshot import (
     FreshPages,
     Held,
@@ -127,6 +128,8 @@ class SavedState(Memory):
         for one in held:
             if one.name is not None:
                 continue
+            for leaf in self.leaves:
+                leaf._check_here(one.seq)
             for leaf in left_out:
                 check_kept(leaf, one)
             if StateFlags.PARTIAL not in flags and self.seq_pos_max(one.seq) >= 0:
@@ -149,22 +152,16 @@ class SavedState(Memory):
             if not counts.refs.all():
                 container.refuse(f"it has pages of {name} that nobody holds")
         check_fits([(pool, n_pages[pool.name]) for pool in pools_of(leaves)])
-        fresh: dict[str, FreshPages] = {}
-        try:
-            for pool in pools_of(leaves):
-                pages = fresh[pool.name] = FreshPages(pool, n_pages[pool.name])
-                views = (pool.view(int(page)) for page in pages.ids)
-                container.read_into(PAGES + pool.name, views)
-        except BaseException:
-            for pages in fresh.values():
-                pages.give_back()
-            raise
+        fresh = _filled(container, leaves, n_pages)
         for leaf in leaves:
+            group = group_of(leaf)
             for one in held:
-                renumber(one.tables[group_of(leaf)], [fresh[p.name].ids for p in leaf.pools])
+                numbers = [leaf._held_pages(pool, one.tables[group])[0] for pool in leaf.pools]
+                ids = [fresh[p.name][n] for p, n in zip(leaf.pools, numbers, strict=True)]
+                one.tables[group] = leaf._repaged(one.tables[group], ids)
             for pool in leaf.pools:
-                counts, ids = shared[pool.name], fresh[pool.name].ids
-                pool.hand_over(ids, counts.refs, counts.frozen, counts.appender)
+                counts = shared[pool.name]
+                pool.hand_over(fresh[pool.name], counts.refs, counts.frozen, counts.appender)
 
     def _register(
         self, leaves: Sequence[Leaf], held: Sequence[Held], name: str | None
@@ -211,6 +208,22 @@ def _write(
         pages = snapshot.pages(pool)
         tensors[PAGES + pool.name] = Tensor((len(pages), pool.page_bytes), pages, "U8")
     write_container(io, metadata, tensors)
+
+
+def _filled(
+    container: Container, leaves: Sequence[Leaf], n_pages: Mapping[str, int]
+) -> dict[str, Int32]:
+    """Ids of fresh pages, by pool, that hold what the file has; or an error and no change."""
+    fresh: dict[str, FreshPages] = {}
+    try:
+        for pool in pools_of(leaves):
+            pages = fresh[pool.name] = FreshPages(pool, n_pages[pool.name])
+            container.read_into(PAGES + pool.name, (pool.view(int(page)) for page in pages.ids))
+    except BaseException:
+        for pages in fresh.values():
+            pages.give_back()
+        raise
+    return {name: pages.ids for name, pages in fresh.items()}
 
 
 def _moved(one: Held, seq: int) -> Held:

@@ -32,6 +32,7 @@ from quire.memory.interface import Memory
 from quire.memory.layout import MAX_POSITION
 from quire.memory.recurrent import RecurrentMemory
 from quire.memory.saved import Extra, Found, StateFlags
+from quire.memory.tiers import HostTier
 
 HYBRID = "window, attention and recurrent"
 
@@ -605,6 +606,25 @@ def test_what_is_there_is_not_overwritten(kind: str) -> None:
         for change in (lambda: read(memory, one, 7), lambda: written(memory)):
             with pytest.raises(RequestError, match="open"):
                 change()
+
+
+def test_a_parked_sequence_is_not_written_nor_read_over(kind: str) -> None:
+    memory, partial = make_kind(kind), StateFlags.PARTIAL
+    append(memory, 0, *range(20))
+    append(memory, 1, 5)
+    whole, part = written(memory, 0), written(memory, 0, flags=partial)
+    memory.park(0, HostTier(1 << 20))
+    for change in (
+        lambda: written(memory),
+        lambda: written(memory, 0),
+        lambda: read(memory, whole, 0),
+        lambda: read(memory, part, 0, flags=partial),
+    ):
+        with pytest.raises(RequestError, match="parked"):
+            change()
+    read(memory, whole, 2)
+    memory.unpark(0)
+    check_family(memory, {0: tokens_at(*range(20)), 1: tokens_at(5), 2: tokens_at(*range(20))})
 
 
 def test_a_read_that_fails_half_way_leaves_no_trace(kind: str) -> None:

@@ -312,6 +312,25 @@ def test_cached_prefixes_give_way(story: Path, path: Path) -> None:
             llm.memory.audit()
 
 
+def test_idle_sessions_give_way_and_are_saved_all_the_same(
+    story: Path, path: Path, tmp_path: Path
+) -> None:
+    with quire.load(path, kv_cache_tokens=96, n_ctx=96) as llm:
+        idle = llm.session().append(PROMPT)
+        with idle.fork() as twin:
+            expected = greedy(twin, 5)
+        llm.forget()
+        with llm.open(story) as session:
+            assert idle._sequence.parked and session.position == len(PROMPT) + 7
+        idle.save(tmp_path / "idle.quire")
+        assert not idle._sequence.parked
+        assert greedy(idle, 5) == expected
+        idle.close()
+        with llm.open(tmp_path / "idle.quire") as again:
+            assert greedy(again, 5) == expected
+        llm.memory.audit()
+
+
 def test_a_full_disk_keeps_the_old_file(llm: quire.LLM, story: Path) -> None:
     data = story.read_bytes()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
