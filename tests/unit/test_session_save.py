@@ -75,6 +75,28 @@ def test_a_restart_in_the_middle_changes_nothing(variant: str, tmp_path: Path) -
         llm.memory.audit()
 
 
+@pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe", "tiny-window"])
+def test_a_restart_with_windows_experts_and_safetensors(name: str, saved: Path) -> None:
+    folder = REPO / "tests" / "data" / "models" / name
+    text = (folder.parent / "validation.txt").read_text()[:3000]
+    with quire.load(folder) as llm, llm.session() as session:
+        session.append(llm.encode(text)[:300])
+        session.checkpoint("there")
+        greedy(session, 70)
+        session.save(saved)
+        expected, after = greedy(session), session.logits()
+        again = greedy(session.rewind(session.marks["there"]))
+        session.close()
+    with quire.load(folder) as llm, llm.open(saved) as session:
+        assert greedy(session) == expected
+        assert session.logits().tobytes() == after.tobytes()
+        assert greedy(session.rewind(session.marks["there"])) == again
+        llm.memory.audit()
+    refused = pytest.raises(SessionFileError, match="another model")
+    with quire.load(folder, quantize="q8_0") as llm, refused:
+        llm.open(saved)
+
+
 def test_nothing_is_computed_to_open(llm: quire.LLM, path: Path, saved: Path) -> None:
     with llm.session() as session:
         session.append(PROMPT)
