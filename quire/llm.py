@@ -160,7 +160,14 @@ class LLM:
 
     def chat_tokens(self, messages: Seq[Mapping[str, Any]]) -> list[int]:
         """A conversation as the model's own template writes it, ready for the answer."""
-        text = self.template.render([dict(m) for m in messages])
+        return self.text_tokens(self.chat_text(messages))
+
+    def chat_text(self, messages: Seq[Mapping[str, Any]]) -> str:
+        """The text of a conversation, ready for the answer."""
+        return self.template.render([dict(m) for m in messages])
+
+    def text_tokens(self, text: str) -> list[int]:
+        """Token ids of a whole text that may begin with the token all texts begin with."""
         bos = self.tokenizer.token_text(self.tokenizer.bos)
         return self.encode(text, add_special=not (bos and text.startswith(bos)))
 
@@ -222,6 +229,10 @@ class LLM:
         job = Job(sequence, request, detokenizer, keep)
         self.jobs.start(job)
         return job
+
+    def stream_job(self, sequence: Sequence, request: Request, stop: str | Seq[str]) -> Stream:
+        """A stream on a sequence that lives on when it ends."""
+        return Stream(self, self.new_job(sequence, request, stop, keep=True))
 
     def tokens_of(self, prompt: Prompt, add_special: bool = True) -> list[int]:
         """A prompt's token ids."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
@@ -16,18 +17,21 @@ from quire.session_file import Mark, save_session
 from quire.types import Completion, Constraint, Request, Sampling, SamplingFields
 
 if TYPE_CHECKING:
-    from quire.llm import LLM
+    from quire.llm import LLM, Stream
 
 
 class Session:
     """A context that lives until it is closed; also a context manager."""
 
     def __init__(
-        self, llm: LLM, sequence: Sequence, marks: Mapping[str, Mark] | None = None
-    ) -> None:
+        self, llm: LLM, sequence: Sequence, marks: Mapping[str, Mark] | None = None,
+        notes: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         self._llm = llm
         self._sequence = sequence
         self._marks: dict[str, Mark] = dict(marks or {})
+        self.notes: dict[str, Any] = dict(notes or {})
+        """Whatever a program wants to find again in a saved session; plain JSON."""
         self._open = True
 
     @property
@@ -68,6 +72,14 @@ class Session:
             self._llm.jobs.drop(job)
         return job.completion(self._llm.load_s, self._llm.extent)
 
+    def stream(
+        self, sampling: Sampling | None = None, *, stop: str | Seq[str] = (),
+        constraint: Constraint | None = None, **fields: Unpack[SamplingFields],
+    ) -> Stream:  # fmt: skip
+        """`generate` piece by piece; what came until it is closed stays part of the session."""
+        chosen = (sampling or Sampling()).replace(**fields)
+        return self._llm.stream_job(self._live(), Request((), chosen, constraint), stop)
+
     def logits(self) -> NDArray[np.float32]:
         """Logits after the last token."""
         sequence = self._live()
@@ -84,7 +96,7 @@ class Session:
 
     def fork(self) -> Session:
         """A second session with the same past; the two share every page."""
-        return Session(self._llm, self._llm.engine.fork(self._live()))
+        return Session(self._llm, self._llm.engine.fork(self._live()), notes=deepcopy(self.notes))
 
     @property
     def marks(self) -> dict[str, Mark]:
@@ -149,7 +161,9 @@ class Session:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes all of it to a file, marks too; `llm.open` goes on from it without computing."""
-        save_session(path, self._llm.engine, self._llm.fingerprint, self._live(), self._marks)
+        save_session(
+            path, self._llm.engine, self._llm.fingerprint, self._live(), self._marks, self.notes
+        )
 
     def close(self) -> None:
         """Gives its pages back; marks made in it go too."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,11 +14,11 @@ from numpy.typing import NDArray
 
 from quire.engine.engine import Engine
 from quire.engine.sequence import Sequence
-from quire.errors import OutOfMemory, SessionFileError
+from quire.errors import OutOfMemory, RequestError, SessionFileError
 from quire.files import replace_file
 from quire.memory.saved import Extra, Found, StateRead
 
-_FIELDS = {"computed", "salt", "moved", "marks"}
+_FIELDS = {"computed", "salt", "moved", "marks", "notes"}
 _MARK_FIELDS = {"name", "checkpoint", "computed", "moved"}
 
 
@@ -38,7 +39,7 @@ class Mark:
 
 def save_session(
     path: str | os.PathLike[str], engine: Engine, model: str, sequence: Sequence,
-    marks: Mapping[str, Mark],
+    marks: Mapping[str, Mark], notes: Mapping[str, Any],
 ) -> None:  # fmt: skip
     """Writes a session; the old file stays until the new one is complete."""
     engine.hold(sequence)
@@ -49,7 +50,7 @@ def save_session(
         _add(arrays, f"mark {i} ", mark.tokens, mark.logits)
         told.append({key: getattr(mark, key) for key in sorted(_MARK_FIELDS)})
     facts = {"computed": sequence.computed, "salt": sequence.salt, "moved": sequence.moved}
-    extra = Extra({**facts, "marks": told}, arrays)
+    extra = Extra({**facts, "marks": told, "notes": _plain(notes)}, arrays)
     names = [mark.checkpoint for mark in marks.values()]
 
     def write(file: BinaryIO) -> None:
@@ -61,10 +62,21 @@ def save_session(
         raise SessionFileError(f"{path}: cannot be saved: {error.strerror}") from error
 
 
+def _plain(notes: Mapping[str, Any]) -> dict[str, Any]:
+    """Notes as they will be read back; refused if that would not be the same."""
+    try:
+        read_back: dict[str, Any] = json.loads(json.dumps(dict(notes), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"a session's notes must be plain JSON: {error}") from error
+    if read_back != notes:
+        raise RequestError("a session's notes must be plain JSON: names are texts, no tuples")
+    return read_back
+
+
 def open_session(
     path: str | os.PathLike[str], engine: Engine, model: str
-) -> tuple[Sequence, dict[str, Mark]]:
-    """A sequence as it was saved, and its marks; what is idle gives way if need be."""
+) -> tuple[Sequence, dict[str, Mark], dict[str, Any]]:
+    """A sequence as it was saved, its marks and notes; what is idle gives way if need be."""
     try:
         if not Path(path).is_file():  # asked before opening: a pipe would wait for its other end
             raise SessionFileError(f"{path}: there is no such file")
@@ -76,7 +88,7 @@ def open_session(
 
 def _read(
     file: BinaryIO, source: str, engine: Engine, model: str
-) -> tuple[Sequence, dict[str, Mark]]:
+) -> tuple[Sequence, dict[str, Mark], dict[str, Any]]:
     sequence = engine.open()
     contents = Contents(source, engine, sequence.id)
     try:
@@ -97,7 +109,7 @@ def _read(
         logits = arrays.get(f"mark {i} logits")
         name = told["name"]
         marks[name] = Mark(name, tokens, told["computed"], logits, told["moved"], checkpoint)
-    return sequence, marks
+    return sequence, marks, facts["notes"]
 
 
 def _read_state(file: BinaryIO, contents: Contents, model: str) -> StateRead:
@@ -133,7 +145,8 @@ class Contents:
     def check(self, found: Found) -> None:
         """Raises SessionFileError, before anything was changed."""
         facts, arrays = found.extra.facts, dict(found.extra.arrays)
-        if facts.keys() != _FIELDS or not isinstance(facts["salt"], str):
+        known = facts.keys() == _FIELDS and isinstance(facts["salt"], str)
+        if not known or not isinstance(facts["notes"], dict):
             self._refuse("it is no session: it does not have the fields of one")
         if not found.complete:
             self._refuse("memory does not have all of its tokens")
