@@ -50,7 +50,7 @@ def save_session(
         _add(arrays, f"mark {i} ", mark.tokens, mark.logits)
         told.append({key: getattr(mark, key) for key in sorted(_MARK_FIELDS)})
     facts = {"computed": sequence.computed, "salt": sequence.salt, "moved": sequence.moved}
-    extra = Extra({**facts, "marks": told, "notes": _plain(notes)}, arrays)
+    extra = Extra({**facts, "marks": told, "notes": _written(notes)}, arrays)
     names = [mark.checkpoint for mark in marks.values()]
 
     def write(file: BinaryIO) -> None:
@@ -62,15 +62,15 @@ def save_session(
         raise SessionFileError(f"{path}: cannot be saved: {error.strerror}") from error
 
 
-def _plain(notes: Mapping[str, Any]) -> dict[str, Any]:
-    """Notes as they will be read back; refused if that would not be the same."""
+def _written(notes: Mapping[str, Any]) -> str:
+    """Notes as text; refused if reading it would not give the same."""
     try:
-        read_back: dict[str, Any] = json.loads(json.dumps(dict(notes), allow_nan=False))
+        text = json.dumps(dict(notes), allow_nan=False)
     except (TypeError, ValueError) as error:
         raise RequestError(f"a session's notes must be plain JSON: {error}") from error
-    if read_back != notes:
+    if json.loads(text) != notes:
         raise RequestError("a session's notes must be plain JSON: names are texts, no tuples")
-    return read_back
+    return text
 
 
 def open_session(
@@ -109,7 +109,7 @@ def _read(
         logits = arrays.get(f"mark {i} logits")
         name = told["name"]
         marks[name] = Mark(name, tokens, told["computed"], logits, told["moved"], checkpoint)
-    return sequence, marks, facts["notes"]
+    return sequence, marks, json.loads(facts["notes"])
 
 
 def _read_state(file: BinaryIO, contents: Contents, model: str) -> StateRead:
@@ -134,6 +134,13 @@ def _add(
         arrays[f"{label}logits"] = logits
 
 
+def _are_notes(written: object) -> bool:
+    try:
+        return isinstance(written, str) and isinstance(json.loads(written), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
 class Contents:
     """Refuses a file whose tokens and marks do not go with this engine and with each other."""
 
@@ -146,7 +153,7 @@ class Contents:
         """Raises SessionFileError, before anything was changed."""
         facts, arrays = found.extra.facts, dict(found.extra.arrays)
         known = facts.keys() == _FIELDS and isinstance(facts["salt"], str)
-        if not known or not isinstance(facts["notes"], dict):
+        if not known or not _are_notes(facts["notes"]):
             self._refuse("it is no session: it does not have the fields of one")
         if not found.complete:
             self._refuse("memory does not have all of its tokens")

@@ -460,3 +460,21 @@ def test_small_tensors_are_seen_whole(size: int) -> None:
         missed += fingerprint(file) == mark
         file.bytes[at] ^= 1
     assert missed == 0
+
+
+def test_notes_come_back(path: Path, tmp_path: Path) -> None:
+    notes = {"title": "a story", "turns": [1, 2.5, None, {"deep": True}]}
+    with quire.load(path) as llm, llm.session() as session:
+        session.append([1, 2, 3]).notes.update(notes)
+        twin = session.fork()
+        twin.notes["turns"].append("only there")
+        session.save(tmp_path / "noted.quire")
+        with llm.open(tmp_path / "noted.quire") as opened:
+            assert opened.notes == notes
+        for bad in ({"x": object()}, {"x": (1, 2)}, {"x": float("nan")}, {1: "x"}):
+            session.notes = bad
+            with pytest.raises(RequestError, match="notes must be plain JSON"):
+                session.save(tmp_path / "noted.quire")
+        with llm.open(tmp_path / "noted.quire") as opened:
+            assert opened.notes == notes
+        twin.close()
