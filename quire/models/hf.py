@@ -11,6 +11,7 @@ from quire.weights.gguf_format import Value
 from quire.weights.naming import Change, HFConfig, Naming, Source, one
 
 MAX_LAYERS = 4096
+MAX_HEAD_DIM = 8192
 
 
 def layers(config: HFConfig) -> int:
@@ -21,7 +22,7 @@ def layers(config: HFConfig) -> int:
 def head_dim(config: HFConfig) -> int:
     """Dimensions of a head, which many folders leave to be computed."""
     share = config.whole("hidden_size") // config.whole("num_attention_heads")
-    return config.whole("head_dim", default=max(share, 1))
+    return config.whole("head_dim", default=max(share, 1), maximum=MAX_HEAD_DIM)
 
 
 def metadata(config: HFConfig, arch: str) -> dict[str, Value]:
@@ -49,7 +50,7 @@ def rope_of(
     old = "rope_parameters" not in config
     section = config.section("rope_scaling" if old else "rope_parameters")
     first = config if old else section
-    share = first.number("partial_rotary_factor", default=1.0)
+    share = first.number("partial_rotary_factor", default=1.0, least=0.0, most=1.0)
     base = first.number("rope_theta", default=usual_base)
     return rope(section, arch, int(head_dim(config) * share), base)
 

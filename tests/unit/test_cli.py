@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 
 import quire
 from quire.cli import main
+from quire.cli.conversation import Conversation
 from tests import tiny
 from tests.model_folders import model_folder
 
@@ -74,8 +75,45 @@ def test_chat_answers_and_rewinds(path: str) -> None:
     assert result.exit_code == 0
     first, second = result.stdout.split("took back 1; 0 left\n")
     assert first and second.startswith(first)
-    assert "/rewind takes 1 to 1" in result.stderr and "there is no /nonsense" in result.stderr
+    assert "5 cannot be taken back" in result.stderr and "there is no /nonsense" in result.stderr
     assert "weights" in result.stdout
+
+
+def test_chat_branches_and_comes_back(path: str, tmp_path: Path) -> None:
+    """What is said in one branch, or after a save, the other does not hear of."""
+    file = str(tmp_path / "talk.quire")
+    answers = []
+    for between in (
+        "", "/fork\nother\n/switch main\n", f"/save {file}\nother\n/load {file}\n",
+        "/fork\nother\n/fork deeper\nmore\n/switch main\n",
+    ):  # fmt: skip
+        result = run("chat", "-m", path, "-n", "6", input=f"hi\n{between}again\n")
+        assert result.exit_code == 0 and result.stderr == ""
+        answers.append((result.stdout.splitlines()[0], result.stdout.splitlines()[-1]))
+    assert len(set(answers)) == 1
+
+
+def test_chat_says_what_it_cannot_do(path: str, tmp_path: Path) -> None:
+    file = tmp_path / "none.quire"
+    with quire.load(path) as llm, llm.session() as s:
+        s.append("x").save(tmp_path / "other.quire")
+    lines = f"/save\n/load {file}\n/load {tmp_path}/other.quire\n/switch x\n/fork main\nhi\n"
+    result = run("chat", "-m", path, "-n", "6", input=lines)
+    assert result.exit_code == 0 and result.stdout
+    for told in ("/save needs", "no such file", "not saved by a conversation", "no branch 'x'"):
+        assert told in result.stderr
+    assert "a branch 'main' already" in result.stderr
+
+
+def test_a_turn_computes_only_what_is_new(path: str) -> None:
+    with quire.load(path) as llm:
+        talk = Conversation(llm, quire.Sampling(max_tokens=5, ignore_eos=True))
+        assert "".join(talk.say("hello there"))
+        before, seen = llm.engine.runner.tokens_run, talk.branch.session.position
+        assert "".join(talk.say("and again"))
+        grown = talk.branch.session.position - seen
+        assert llm.engine.runner.tokens_run - before == grown  # its last token waits for the next
+        talk.close()
 
 
 def test_show_tells_formats_and_kernels(path: str) -> None:
