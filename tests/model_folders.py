@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tests.safetensors_writer import write_folder
 
-_MODELS = Path(__file__).parent / "data" / "models"
+MODELS = Path(__file__).parent / "data" / "models"
 _VOCAB = 4096
 _LFM2: dict[str, Any] = {
     "architectures": ["Lfm2ForCausalLM"], "vocab_size": _VOCAB, "hidden_size": 96, "norm_eps": 1e-5,
@@ -102,14 +102,14 @@ def write_mamba2(folder: Path) -> Path:
 def _write(folder: Path, config: dict[str, Any], tensors: dict[str, NDArray[np.float32]]) -> Path:
     write_folder(folder, config, {"model.safetensors": tensors})
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        shutil.copy(_MODELS / "tiny-dense" / name, folder)
+        shutil.copy(MODELS / "tiny-dense" / name, folder)
     return folder
 
 
-TRAINED = sorted(p.parent.name for p in _MODELS.glob("*/golden.json"))
+TRAINED = sorted(p.parent.name for p in MODELS.glob("*/golden.json"))
 RANDOM = {"lfm2": write_lfm2, "mamba2": write_mamba2}
 
 
 def model_folder(name: str, scratch: Path) -> Path:
     """The folder of a trained model, or of a random one that is written now."""
-    return RANDOM[name](scratch / name) if name in RANDOM else _MODELS / name
+    return RANDOM[name](scratch / name) if name in RANDOM else MODELS / name
