@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -31,12 +32,14 @@ from quire.models.registry import architecture_of, load_model, open_weights
 from quire.ops.cpu import CpuOps
 from quire.report import MemoryReport
 from quire.session import Session
+from quire.session_file import open_session
 from quire.text.detokenize import Detokenizer
 from quire.text.template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 from quire.types import Completion, Constraint, Request, Sampling, SamplingFields
 from quire.weights import pull
 from quire.weights.file import WeightFile
+from quire.weights.fingerprint import fingerprint
 
 Prompt = str | Seq[int]
 """Text, or token ids that are taken as they are."""
@@ -157,7 +160,14 @@ class LLM:
 
     def chat_tokens(self, messages: Seq[Mapping[str, Any]]) -> list[int]:
         """A conversation as the model's own template writes it, ready for the answer."""
-        text = self.template.render([dict(m) for m in messages])
+        return self.text_tokens(self.chat_text(messages))
+
+    def chat_text(self, messages: Seq[Mapping[str, Any]]) -> str:
+        """The text of a conversation, ready for the answer."""
+        return self.template.render([dict(m) for m in messages])
+
+    def text_tokens(self, text: str) -> list[int]:
+        """Token ids of a whole text that may begin with the token all texts begin with."""
         bos = self.tokenizer.token_text(self.tokenizer.bos)
         return self.encode(text, add_special=not (bos and text.startswith(bos)))
 
@@ -175,6 +185,18 @@ class LLM:
     def session(self) -> Session:
         """An empty session: a context to append to, fork, rewind and generate from."""
         return Session(self, self.engine.open())
+
+    def open(self, path: str | os.PathLike[str]) -> Session:
+        """A session as it was saved: it goes on with the same bits, and computes nothing again."""
+        return Session(self, *open_session(path, self.engine, self.fingerprint))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Which weights these are, as loaded; files of sessions only go with the same."""
+        settings = self.settings
+        with open_weights(self.path) as file:
+            seen = limited(file, settings.n_layer_exit, settings.moe_n_expert)
+            return fingerprint(seen, f"quantize {settings.quantize}")
 
     @property
     def memory(self) -> MemoryReport:
@@ -207,6 +229,10 @@ class LLM:
         job = Job(sequence, request, detokenizer, keep)
         self.jobs.start(job)
         return job
+
+    def stream_job(self, sequence: Sequence, request: Request, stop: str | Seq[str]) -> Stream:
+        """A stream on a sequence that lives on when it ends."""
+        return Stream(self, self.new_job(sequence, request, stop, keep=True))
 
     def tokens_of(self, prompt: Prompt, add_special: bool = True) -> list[int]:
         """A prompt's token ids."""

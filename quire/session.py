@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
@@ -11,31 +13,25 @@ from numpy.typing import NDArray
 
 from quire.engine.sequence import Sequence
 from quire.errors import RequestError
+from quire.session_file import Mark, save_session
 from quire.types import Completion, Constraint, Request, Sampling, SamplingFields
 
 if TYPE_CHECKING:
-    from quire.llm import LLM
-
-
-@dataclass(frozen=True)
-class Mark:
-    """A place in a session to come back to."""
-
-    name: str
-    tokens: tuple[int, ...]
-    computed: int
-    logits: NDArray[np.float32] | None
-    moved: bool
-    """Whether tokens had been taken out of the middle."""
+    from quire.llm import LLM, Stream
 
 
 class Session:
     """A context that lives until it is closed; also a context manager."""
 
-    def __init__(self, llm: LLM, sequence: Sequence) -> None:
+    def __init__(
+        self, llm: LLM, sequence: Sequence, marks: Mapping[str, Mark] | None = None,
+        notes: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         self._llm = llm
         self._sequence = sequence
-        self._marks: list[str] = []
+        self._marks: dict[str, Mark] = dict(marks or {})
+        self.notes: dict[str, Any] = dict(notes or {})
+        """Whatever a program wants to find again in a saved session; plain JSON."""
         self._open = True
 
     @property
@@ -76,6 +72,14 @@ class Session:
             self._llm.jobs.drop(job)
         return job.completion(self._llm.load_s, self._llm.extent)
 
+    def stream(
+        self, sampling: Sampling | None = None, *, stop: str | Seq[str] = (),
+        constraint: Constraint | None = None, **fields: Unpack[SamplingFields],
+    ) -> Stream:  # fmt: skip
+        """`generate` piece by piece; what came until it is closed stays part of the session."""
+        chosen = (sampling or Sampling()).replace(**fields)
+        return self._llm.stream_job(self._live(), Request((), chosen, constraint), stop)
+
     def logits(self) -> NDArray[np.float32]:
         """Logits after the last token."""
         sequence = self._live()
@@ -92,22 +96,33 @@ class Session:
 
     def fork(self) -> Session:
         """A second session with the same past; the two share every page."""
-        return Session(self._llm, self._llm.engine.fork(self._live()))
+        return Session(self._llm, self._llm.engine.fork(self._live()), notes=deepcopy(self.notes))
 
-    def checkpoint(self) -> Mark:
-        """A mark of this place; moves no bytes."""
+    @property
+    def marks(self) -> dict[str, Mark]:
+        """The marks made in this session, by name."""
+        return dict(self._marks)
+
+    def checkpoint(self, name: str | None = None) -> Mark:
+        """A mark of this place, under a name of this session; moves no bytes."""
         sequence = self._live()
-        name = self._llm.engine.checkpoint(sequence)
-        self._marks.append(name)
-        return Mark(
-            name, tuple(sequence.tokens), sequence.computed, sequence.logits, sequence.moved
+        if name is None:
+            made = (f"mark-{i}" for i in range(1, len(self._marks) + 2))
+            name = next(mark for mark in made if mark not in self._marks)
+        elif name in self._marks:
+            raise RequestError(f"this session has a mark {name!r} already; choose another name")
+        held = self._llm.engine.checkpoint(sequence)
+        mark = Mark(
+            name, tuple(sequence.tokens), sequence.computed, sequence.logits, sequence.moved, held
         )
+        self._marks[name] = mark
+        return mark
 
     def rewind(self, to: Mark | int) -> Session:
         """Back to a mark, or by a negative number of tokens."""
         sequence = self._live()
         if isinstance(to, Mark):
-            self._llm.engine.restore(sequence, to.name, to.tokens, to.computed, to.moved)
+            self._llm.engine.restore(sequence, to.checkpoint, to.tokens, to.computed, to.moved)
             sequence.logits = to.logits
         elif -len(sequence.tokens) <= to < 0:
             self._llm.engine.truncate(sequence, len(sequence.tokens) + to)
@@ -144,12 +159,18 @@ class Session:
         self._llm.engine.remove(sequence, start, stop)
         return self
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes all of it to a file, marks too; `llm.open` goes on from it without computing."""
+        save_session(
+            path, self._llm.engine, self._llm.fingerprint, self._live(), self._marks, self.notes
+        )
+
     def close(self) -> None:
         """Gives its pages back; marks made in it go too."""
         if self._open:
             self._open = False
-            for name in self._marks:
-                self._llm.engine.memory.checkpoint_delete(name)
+            for mark in self._marks.values():
+                self._llm.engine.memory.checkpoint_delete(mark.checkpoint)
             self._llm.engine.close(self._sequence)
 
     def __enter__(self) -> Session:

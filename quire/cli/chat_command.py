@@ -7,70 +7,60 @@ from typing import Any
 
 import click
 
-import quire
+from quire.cli.conversation import Conversation
 from quire.cli.options import load_from, model_options, sampling_from, sampling_options
 from quire.errors import QuireError
-from quire.types import Sampling
 
 _HELP = """\
-/rewind [n]   take back the last n exchanges (1)
-/clear        start anew
-/memory       what memory holds
-/help         this
-/quit         leave (or end the input)"""
+/rewind [n]     take back the last n exchanges (1)
+/fork [name]    go on in a new branch; the present one stays as it is
+/switch name    go to another branch
+/branches       list them
+/save file      keep this branch, with what the model computed, in a file
+/load file      go on from such a file
+/clear          start anew
+/memory         what memory holds
+/help           this
+/quit           leave (or end the input)"""
 
 
-class Conversation:
-    """The messages so far, and the model they are with."""
-
-    def __init__(self, llm: quire.LLM, sampling: Sampling, system: str | None) -> None:
-        self.llm = llm
-        self.sampling = sampling
-        self._start = [{"role": "system", "content": system}] if system else []
-        self.messages = list(self._start)
-
-    def say(self, text: str) -> None:
-        """One exchange: the answer appears as it comes; a failed one leaves no trace."""
-        self.messages.append({"role": "user", "content": text})
-        answer = ""
-        try:
-            for piece in self.llm.stream(self.llm.chat_tokens(self.messages), self.sampling):
-                answer += piece
-                click.echo(piece, nl=False)
-        except QuireError:
-            self.messages.pop()
-            raise
-        except KeyboardInterrupt:
-            click.echo(" [interrupted]", nl=False)
-        click.echo()
-        self.messages.append({"role": "assistant", "content": answer})
-
-    def command(self, line: str) -> bool:
-        """Does what a line with a slash says; False ends the conversation."""
-        name, _, argument = line.partition(" ")
-        match name:
-            case "/quit" | "/exit":
-                return False
-            case "/rewind":
-                self._rewind(argument)
-            case "/clear":
-                self.messages = list(self._start)
-            case "/memory":
-                click.echo(str(self.llm.memory))
-            case "/help":
-                click.echo(_HELP)
-            case _:
-                click.echo(f"there is no {name}\n{_HELP}", err=True)
-        return True
-
-    def _rewind(self, argument: str) -> None:
-        exchanges = (len(self.messages) - len(self._start)) // 2
-        count = int(argument) if argument.strip().isdigit() else 1 if not argument else 0
-        if not 1 <= count <= exchanges:
-            click.echo(f"/rewind takes 1 to {exchanges} here, not {argument or 1}", err=True)
-            return
-        del self.messages[len(self.messages) - 2 * count :]
-        click.echo(f"took back {count}; {exchanges - count} left")
+def obey(conversation: Conversation, line: str) -> bool:
+    """Does what a line with a slash says; False ends the conversation."""
+    name, _, argument = line.partition(" ")
+    argument = argument.strip()
+    match name:
+        case "/quit" | "/exit":
+            return False
+        case "/rewind":
+            count = int(argument) if argument.isdigit() else 0 if argument else 1
+            conversation.rewind(count)
+            click.echo(f"took back {count}; {conversation.exchanges} left")
+        case "/fork":
+            conversation.fork(argument or f"branch-{len(conversation.branches)}")
+            click.echo(f"now in {conversation.name}; the other stays as it is")
+        case "/switch":
+            conversation.switch(argument)
+            click.echo(f"now in {conversation.name}, {conversation.exchanges} exchanges")
+        case "/branches":
+            for known in conversation.branches:
+                click.echo(f"{'*' if known == conversation.name else ' '} {known}")
+        case "/save" | "/load" if not argument:
+            click.echo(f"{name} needs the name of a file", err=True)
+        case "/save":
+            conversation.save(argument)
+            click.echo(f"saved {conversation.exchanges} exchanges")
+        case "/load":
+            conversation.load(argument)
+            click.echo(f"loaded {conversation.exchanges} exchanges")
+        case "/clear":
+            conversation.clear()
+        case "/memory":
+            click.echo(str(conversation.llm.memory))
+        case "/help":
+            click.echo(_HELP)
+        case _:
+            click.echo(f"there is no {name}\n{_HELP}", err=True)
+    return True
 
 
 @click.command("chat")
@@ -93,13 +83,18 @@ def command(**options: Any) -> None:
                 break
             if line and not _turn(conversation, line):
                 break
+        conversation.close()
 
 
 def _turn(conversation: Conversation, line: str) -> bool:
     try:
         if line.startswith("/"):
-            return conversation.command(line)
-        conversation.say(line)
+            return obey(conversation, line)
+        for piece in conversation.say(line):
+            click.echo(piece, nl=False)
+        click.echo()
+    except KeyboardInterrupt:
+        click.echo(" [interrupted]")
     except QuireError as error:
         click.echo(f"quire: {error}", err=True)
     return True

@@ -24,6 +24,7 @@ class Runner:
         self.model = model
         self.ops = ops
         self.seconds_per_token = 0.0  # of a prompt; 0 before one was computed
+        self.tokens_run = 0  # through the layers, so far
 
     def forward(self, plan: Plan, lease: Lease) -> Array:
         """Logits after the last token of each sequence that reaches its end in this step."""
@@ -41,6 +42,7 @@ class Runner:
             name: GroupPages(self._handle(view, lease), view.offsets)
             for name, view in lease.views.items()
         }
+        self.tokens_run += len(lease.tokens)
         batch = Batch(lease.tokens, lease.positions, groups)
         x = self.model.embed(batch)
         self.model.run(x, batch, 0, self.model.n_layers)

@@ -15,10 +15,10 @@ from quire.memory.batch import Views
 from quire.memory.budget import Budget
 from quire.memory.figures import group_stats
 from quire.memory.interface import Appends, GroupStats, MemoryContext, SeqTokens, Status
-from quire.memory.layout import AttentionLayout, Int32
+from quire.memory.layout import MAX_POSITION, AttentionLayout, Int32
 from quire.memory.lease import FullContext
 from quire.memory.pool import PagePool
-from quire.memory.sequences import MAX_POSITION, SequenceMemory, check_range
+from quire.memory.sequences import SequenceMemory, check_range
 from quire.memory.table import HOLE, Mask, Table
 from quire.memory.update import Move, Rotate, UpdateContext
 
@@ -31,6 +31,8 @@ _MAX_SLOTS = 2**31 - 1  # kernels number slots with int32
 
 class AttentionMemory(SequenceMemory[Table]):
     """Tables of pages, one per sequence, over one pool."""
+
+    layout: AttentionLayout
 
     def __init__(
         self, layout: AttentionLayout, budget: Budget, max_tokens: int | None = None,

@@ -53,7 +53,8 @@ class Checkpoints(Generic[T]):
 
     def __init__(self) -> None:
         self.by_name: dict[str, Checkpoint[T]] = {}
-        self.timings = {"save": Timing(), "restore": Timing(), "delete": Timing()}
+        done = ("save", "restore", "delete", "to_bytes", "from_bytes")
+        self.timings = {what: Timing() for what in done}
         self._made = 0
 
     def new_name(self, name: str | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from time import perf_counter_ns
+from typing import Any
 
 from quire.errors import ModelError, RequestError
 from quire.memory.audit import AuditError
@@ -24,11 +25,13 @@ from quire.memory.interface import (
 )
 from quire.memory.lease import AppendLease, BatchContext, FullContext
 from quire.memory.pool import PagePool
+from quire.memory.sequences import SequenceMemory
+from quire.memory.state_io import SavedState
 from quire.memory.state_layout import StateView
 from quire.memory.tiers import Tier
 
 
-class HybridMemory(Memory):
+class HybridMemory(SavedState):
     """Parts of any kind that always hold the same sequences, positions and checkpoints.
 
     Whatever only some parts might refuse is asked of all of them first, so a refusal changes
@@ -47,6 +50,12 @@ class HybridMemory(Memory):
     @property
     def layers(self) -> tuple[int, ...]:
         return tuple(dict.fromkeys(layer for part in self.parts for layer in part.layers))
+
+    @property
+    def leaves(self) -> tuple[SequenceMemory[Any], ...]:
+        leaves = [part for part in self.parts if isinstance(part, SequenceMemory)]
+        assert len(leaves) == len(self.parts), "a hybrid has no hybrids as parts"
+        return tuple(leaves)
 
     @property
     def seqs(self) -> list[int]:

@@ -7,15 +7,16 @@ a negative start means 0 and a negative end means "to the end".
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
-from typing import Any, NamedTuple, Self, TypedDict
+from typing import Any, BinaryIO, NamedTuple, Self, TypedDict
 
 from quire.memory.checkpoint import Checkpoints
 from quire.memory.layout import AttentionLayout, Int32
 from quire.memory.pool import PagePool, fit_together
+from quire.memory.saved import Extra, Found, StateFlags, StateRead
 from quire.memory.state_layout import StateView
 from quire.memory.tiers import Tier
 
@@ -389,6 +390,40 @@ class Memory(ABC):
     @abstractmethod
     def checkpoint_delete(self, name: str) -> None:
         """Forgets a checkpoint and frees what nobody else holds."""
+
+    @abstractmethod
+    def checkpoint_to_bytes(self, name: str, model: str = "") -> bytes:
+        """A checkpoint for another process or device; copies every page it holds."""
+
+    @abstractmethod
+    def checkpoint_from_bytes(self, data: bytes, name: str | None = None, model: str = "") -> str:
+        """A new checkpoint, in pages of its own, of what `checkpoint_to_bytes` made; its name.
+
+        Without a name it gets the one it had, or one that is made up where that is taken.
+        """
+
+    @abstractmethod
+    def state_write(
+        self, io: BinaryIO, seq: int = -1, flags: StateFlags = StateFlags.WHOLE, *,
+        checkpoints: Sequence[str] = (), model: str = "", extra: Extra | None = None,
+    ) -> None:  # fmt: skip
+        """Writes a sequence and the checkpoints named; or (-1) all sequences and checkpoints.
+
+        `model` says whose state it is. A partial state has no checkpoints.
+        """
+
+    @abstractmethod
+    def state_read(
+        self, io: BinaryIO, seq: int = -1, flags: StateFlags = StateFlags.WHOLE, *,
+        model: str = "", source: str = "saved state",
+        check: Callable[[Found], None] | None = None,
+    ) -> StateRead:  # fmt: skip
+        """Reads what `state_write` wrote: one sequence into `seq`, which is new or empty, or all.
+
+        A partial state goes to sequences that hold the same positions in full attention. `check`
+        may raise before anything is changed; `source` is the name for errors. SessionFileError,
+        OutOfMemory or RequestError leave memory as it was.
+        """
 
     @abstractmethod
     def memory_breakdown(self) -> dict[str, dict[str, int]]:

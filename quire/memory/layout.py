@@ -14,6 +14,9 @@ from quire.errors import ModelError, RequestError
 
 Int32 = NDArray[np.int32]
 
+MAX_POSITION = 2**31 - 2
+"""Kernels number positions with int32, and the next one has to be a number too."""
+
 _ALIGN = 64
 # (values in a block, bytes of a block)
 _BLOCKS = {"f32": (1, 4), "f16": (1, 2), "bf16": (1, 2), "q8_0": (32, 34), "q4_0": (32, 18)}

@@ -174,6 +174,11 @@ class PagePool:
         """A holder that was there already sees more of these pages."""
         self.frozen[ids] = np.maximum(self.frozen[ids], seen)
 
+    def hand_over(self, ids: Int32, refs: Int32, frozen: Int32, appender: Int32) -> None:
+        """Pages just allocated get all their holders at once."""
+        assert (refs > 0).all(), "a page that nobody holds is free"
+        self.refs[ids], self.frozen[ids], self.appender[ids] = refs, frozen, appender
+
     def share_one(self, page: int, seen: int, appender: int) -> None:
         """`share` of a single page."""
         count = self._refs[page]

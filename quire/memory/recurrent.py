@@ -28,11 +28,13 @@ class RecurrentMemory(SequenceMemory[StateTable]):
 
     New tokens are appended to the log; when they do not fit, the log is folded into a fresh state
     page first. So a draft is verified and kept in part by moving the log's end. More tokens than
-    a log holds (a prompt) are scanned into a fresh state page, and are kept all or not at all.
+    a log holds (a prompt) are scanned into a fresh state page, all but the last, which go into
+    the log: these can be taken back.
 
     Positions cannot move: they count the tokens, and a state cannot tell one from the others.
     """
 
+    layout: StateLayout
     can_shift = False
 
     def __init__(
@@ -82,7 +84,7 @@ class RecurrentMemory(SequenceMemory[StateTable]):
         page: Int32 = np.zeros(1, np.int32)
         view = StateView(
             self.states.address, self.logs.address, self.layout, page, page + 1, page,
-            page + self.layout.log_tokens, page - 1,
+            page + self.layout.log_tokens, page - 1, page,
         )  # fmt: skip
         return FullContext(MicroBatch(none, none, none, [0], {self.layout.spec.name: view}))
 

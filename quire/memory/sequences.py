@@ -15,15 +15,14 @@ from quire.memory.append import SetAside
 from quire.memory.audit import AuditError, Holder, audit_pool
 from quire.memory.checkpoint import Checkpoint, Checkpoints
 from quire.memory.figures import breakdown
-from quire.memory.interface import Appends, Lease, Memory, MemoryContext, Returning, SeqTokens
-from quire.memory.layout import Int32
+from quire.memory.interface import Appends, Lease, MemoryContext, Returning, SeqTokens
+from quire.memory.layout import AttentionLayout, Int32
 from quire.memory.lease import AppendLease, BatchContext
 from quire.memory.parking import Parked, TableReturning, own_pages, store_pages
 from quire.memory.pool import PagePool
+from quire.memory.state_io import SavedState
+from quire.memory.state_layout import StateLayout
 from quire.memory.tiers import Tier
-
-MAX_POSITION = 2**31 - 2
-"""Kernels number positions with int32, and the next one has to be a number too."""
 
 
 class AnyTable(Protocol):
@@ -44,12 +43,14 @@ class AnyTable(Protocol):
 T = TypeVar("T", bound=AnyTable)
 
 
-class SequenceMemory(Memory, Generic[T]):
+class SequenceMemory(SavedState, Generic[T]):
     """Tables, one per sequence, over one or more pools.
 
     One thing happens at a time: while a lease or a context is open, every other operation that
     would change memory is refused, so nothing can move under the kernels.
     """
+
+    layout: AttentionLayout | StateLayout
 
     def __init__(self, pools: tuple[PagePool, ...]) -> None:
         self.pools = pools
@@ -122,9 +123,21 @@ class SequenceMemory(Memory, Generic[T]):
         self._let_go(old)
         self._share(new, seq)
 
+    def _replace(self, seq: int, table: T) -> None:
+        """Gives a sequence a table whose pages count it as a holder already."""
+        old = self._tables.get(seq)
+        self._tables[seq] = table
+        if old is not None:
+            self._let_go(old)
+        self._trim()
+
     def _trim(self) -> None:
         for pool in self.pools:
             pool.trim()
+
+    @property
+    def leaves(self) -> tuple[Self, ...]:
+        return (self,)
 
     # -- steps ----------------------------------------------------------------------------------
 

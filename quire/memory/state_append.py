@@ -25,7 +25,7 @@ class Mode(Enum):
     FOLD = "fold"
     """They fit into an empty log: what it holds goes into a new state, and they into a new log."""
     SCAN = "scan"
-    """They are more than a log holds: state, log and new tokens go into a new state."""
+    """They are more than a log holds: all but the last of them go into a new state."""
 
 
 def choose(log_length: int, count: int, log_tokens: int) -> Mode:
@@ -61,7 +61,8 @@ class StatePools:
             states += mode is not Mode.APPEND
             length = length + count if mode is Mode.APPEND else count
             if mode is Mode.SCAN:
-                length, writable = 0, False
+                length = self.layout.tail_tokens
+                logs, writable = logs + (length > 0), length > 0
             elif mode is Mode.FOLD or not writable:
                 logs, writable = logs + 1, True
         own_state = table.state >= 0 and int(self.states.refs[table.state]) == 1
@@ -125,8 +126,9 @@ class StateAppends(Appends):
         """Makes room for new tokens. Interrupted anywhere, `undo` takes it back."""
         table, pools = step.table, self._pools
         if step.mode is Mode.SCAN:
-            _replace_state(table, step.before.next_position + step.count, self.states)
-            _replace_log(table, 0, self.logs)
+            tail = pools.layout.tail_tokens
+            _replace_state(table, step.before.next_position + step.count - tail, self.states)
+            _replace_log(table, tail, self.logs)
             return
         if step.mode is Mode.FOLD:
             state_in = pools.states.page_address(table.state) if table.state >= 0 else 0
@@ -144,11 +146,12 @@ class StateAppends(Appends):
 
     def check(self, accepted: Mapping[int, int]) -> None:
         for step in self._steps:
-            if step.mode is Mode.SCAN and 0 < accepted[step.seq] < step.count:
+            least = step.count - self._pools.layout.tail_tokens
+            if step.mode is Mode.SCAN and 0 < accepted[step.seq] < least:
                 raise RequestError(
                     f"sequence {step.seq} took in {step.count} tokens at once and cannot keep "
-                    f"{accepted[step.seq]} of them; keep all or none, or give it at most "
-                    f"{self._pools.layout.log_tokens} tokens (room_for_draft)"
+                    f"{accepted[step.seq]} of them; keep {least} or more, or none, or give it at "
+                    f"most {self._pools.layout.log_tokens} tokens (room_for_draft)"
                 )
 
     def keep(self, accepted: Mapping[int, int]) -> None:
@@ -158,6 +161,9 @@ class StateAppends(Appends):
                 self._undo(step)
             elif kept < step.count:
                 step.table.log_length -= step.count - kept
+                if step.table.log_length == 0:  # a scan without its tail
+                    self.logs.pool.release_one(step.table.log)
+                    step.table.log = -1
         self._steps = []
         for aside in (self.states, self.logs):
             aside.recycle_originals()
@@ -200,13 +206,14 @@ class StateAppends(Appends):
         )
 
 
-def _row(step: Step) -> tuple[int, int, int, int, int]:
-    """One sequence in the view: state in and out, log in, its length, log out."""
+def _row(step: Step) -> tuple[int, int, int, int, int, int]:
+    """One sequence in the view: state in and out, log in, its length, log out, tail."""
     table, before = step.table, step.before
     if step.mode is Mode.SCAN:
-        return before.state, table.state, before.log, before.log_length, -1
+        tail = table.log_length
+        return before.state, table.state, before.log, before.log_length, table.log, tail
     length = table.log_length - step.count
-    return table.state, -1, table.log if length else -1, length, table.log
+    return table.state, -1, table.log if length else -1, length, table.log, 0
 
 
 def _replace_state(table: StateTable, position: int, aside: SetAside) -> None:

@@ -77,6 +77,11 @@ class StateLayout:
         """Entries of a log page."""
         return self.spec.log_tokens
 
+    @property
+    def tail_tokens(self) -> int:
+        """Entries that a scan leaves in the log: half of it, so that as many can follow."""
+        return self.spec.log_tokens // 2
+
 
 Fold = Callable[[int, int, int, int, StateLayout], None]
 """fold(state_in, log, n_entries, state_out, layout), with pages by address.
@@ -95,7 +100,10 @@ class StateView:
     either go into the log (append) or are run into a new state (scan):
 
         append   state_out = -1   raw inputs → page log_out, entries log_length, log_length + 1, …
-        scan     log_out = -1     the state after all new tokens → page state_out
+        scan     the state after all new tokens but the last `tail` → page state_out, and
+                 the raw inputs of those → page log_out, entries 0 … tail-1
+
+    So after a scan too, the last tokens can be taken back.
     """
 
     state_address: int
@@ -110,7 +118,9 @@ class StateView:
     log_length: Int32
     """[n_seqs] entries before this micro-batch; the first new one has this number."""
     log_out: Int32
-    """[n_seqs] page id, the one of `log_in` if that is not -1; -1 for a scan."""
+    """[n_seqs] page id; of an append the one of `log_in` if that is not -1; -1 for no tail."""
+    tail: Int32
+    """[n_seqs] new tokens of a scan that go into its log; 0 for an append."""
 
     @property
     def state_page_bytes(self) -> int:

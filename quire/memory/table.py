@@ -80,6 +80,15 @@ class Table:
             return self._positions[: self.length].copy()
         return np.arange(self.first, self.first + self.length, dtype=np.int32)
 
+    @property
+    def gapless(self) -> bool:
+        """Whether it holds each position from 0 to its end once."""
+        if self._positions is None:
+            return self.first == 0
+        live = np.sort(self._positions[: self.length])
+        live = live[live != HOLE]
+        return len(live) == self.next_position and bool((live == np.arange(len(live))).all())
+
     def within(self, p0: int, p1: int) -> Mask:
         """Which slots hold a position in [p0, p1); p1 < 0 means to the end."""
         positions = self.position_array()

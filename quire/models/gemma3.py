@@ -205,8 +205,9 @@ def from_hf(config: HFConfig) -> Naming:
     dims = hf.head_dim(config)
     facts = hf.metadata(config, "gemma3")
     facts["gemma3.attention.sliding_window"] = config.whole("sliding_window")
-    if config.number("query_pre_attn_scalar", default=256.0) != dims:
-        facts["gemma3.attention.scale"] = config.number("query_pre_attn_scalar", 256.0) ** -0.5
+    scalar = config.number("query_pre_attn_scalar", default=256.0, least=1e-6)
+    if scalar != dims:
+        facts["gemma3.attention.scale"] = scalar**-0.5
     if "final_logit_softcapping" in config:
         facts["gemma3.final_logit_softcapping"] = config.number("final_logit_softcapping")
     period = config.whole("sliding_window_pattern", default=_PERIOD)

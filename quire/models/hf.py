@@ -13,6 +13,7 @@ from quire.weights.naming import Change, HFConfig, Naming, Source, one, stack
 
 MAX_LAYERS = 4096
 MAX_EXPERTS = 65536  # of all layers: each gets names, before it is known whether it is there
+MAX_HEAD_DIM = 8192
 
 
 def layers(config: HFConfig) -> int:
@@ -23,7 +24,7 @@ def layers(config: HFConfig) -> int:
 def head_dim(config: HFConfig) -> int:
     """Dimensions of a head, which many folders leave to be computed."""
     share = config.whole("hidden_size") // config.whole("num_attention_heads")
-    return config.whole("head_dim", default=max(share, 1))
+    return config.whole("head_dim", default=max(share, 1), maximum=MAX_HEAD_DIM)
 
 
 def metadata(config: HFConfig, arch: str) -> dict[str, Value]:
@@ -51,7 +52,7 @@ def rope_of(
     old = "rope_parameters" not in config
     section = config.section("rope_scaling" if old else "rope_parameters")
     first = config if old else section
-    share = first.number("partial_rotary_factor", default=usual_share)
+    share = first.number("partial_rotary_factor", usual_share, least=0.0, most=1.0)
     base = first.number("rope_theta", default=usual_base)
     return rope(section, arch, int(head_dim(config) * share), base)
 

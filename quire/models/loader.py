@@ -84,7 +84,10 @@ class TensorCheck:
             self._check(name, (rows,))
 
     def array(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
-        """Checks the tensor; there are only zeros yet, and none of a size that no file has."""
+        """Checks the tensor; there are only zeros yet.
+
+        Faults are raised at once, so that nobody makes zeros of a size that is only claimed.
+        """
         if not self._check(name, shape):
             self.raise_faults()
         return np.zeros(shape, np.float32)

@@ -107,6 +107,16 @@ def load_model(
     return module.build(file, load, ops, type_k, type_v)
 
 
+def declared_groups(
+    file: WeightFile, ops: Ops, type_k: str, type_v: str
+) -> tuple[GroupSpec | RecurrentSpec, ...]:
+    """The groups of memory that a file's model declares, without loading its weights."""
+    check = TensorCheck(file)
+    groups = _module(architecture_of(file)).build(file, check, ops, type_k, type_v).groups
+    check.raise_faults()
+    return groups
+
+
 def _module(name: str) -> Architecture:
     module: Architecture = importlib.import_module(f"quire.models.{name}")
     return module

@@ -97,7 +97,7 @@ class CpuOps:
         return _cpu.States(
             view.state_address, view.state_page_bytes, view.log_address, view.log_page_bytes,
             view.log_stride, view.layout.log_tokens, view.state_in, view.state_out, view.log_in,
-            view.log_length, view.log_out, seq_rows,
+            view.log_length, view.log_out, view.tail, seq_rows,
         )  # fmt: skip
 
     def delta_net(

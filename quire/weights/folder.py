@@ -170,7 +170,8 @@ def _open_shards(folder: Path) -> list[Safetensors]:
         placed = _read_json(folder, index).get("weight_map")
         if not placed or not isinstance(placed, dict) or set(map(type, placed.values())) != {str}:
             raise SafetensorsError(f"{folder / index}: 'weight_map' must name the file of tensors")
-        shards = {name: Safetensors(_inside(folder, name)) for name in _files(placed)}
+        files = sorted(set(placed.values()))
+        shards = {name: Safetensors(_inside(folder, name)) for name in files}
         _check_index(folder / index, placed, shards)
         return list(shards.values())
     if os.path.lexists(folder / single):
@@ -182,10 +183,6 @@ def _open_shards(folder: Path) -> list[Safetensors]:
             "they are loaded, so Quire reads none; get the model as safetensors or GGUF"
         )
     raise SafetensorsError(f"{folder}: there is no {single} and no {index}")
-
-
-def _files(placed: Mapping[str, str]) -> list[str]:
-    return sorted(set(placed.values()))
 
 
 def _check_index(path: Path, placed: Mapping[str, str], shards: Mapping[str, Safetensors]) -> None:

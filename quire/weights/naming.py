@@ -127,11 +127,14 @@ class HFConfig:
             self.refuse(key, f"must be a whole number from {minimum} to {maximum}")
         return value
 
-    def number(self, key: str, default: float | Required = REQUIRED) -> float:
-        """A finite number, whole or not."""
+    def number(
+        self, key: str, default: float | Required = REQUIRED, least: float = -1e30,
+        most: float = 1e30,
+    ) -> float:  # fmt: skip
+        """A finite number, whole or not, within limits."""
         value = self._get(key, default)
-        if type(value) not in (int, float) or not abs(value) <= 1e30:
-            self.refuse(key, "must be a finite number")
+        if type(value) not in (int, float) or not least <= value <= most:
+            self.refuse(key, f"must be a number from {least:g} to {most:g}")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:

@@ -28,6 +28,8 @@ from quire.memory.window import WindowMemory
 
 WINDOW = 6
 LOG_TOKENS = 5
+TAIL = LOG_TOKENS // 2
+"""Tokens of a scan that stay in the log."""
 KINDS: dict[str, tuple[str, ...]] = {
     "attention": ("full",),
     "window": ("local",),
@@ -166,14 +168,20 @@ def write_states(ubatch: MicroBatch, view: StateView) -> None:
         length = int(view.log_length[row])
         log_out = _page(view.log_address, view.log_page_bytes, int(view.log_out[row]))
         state_out = _page(view.state_address, view.state_page_bytes, int(view.state_out[row]))
-        assert (log_out == 0) != (state_out == 0), "either an append or a scan"
+        tail = int(view.tail[row])
+        first = len(tokens) - tail if state_out else 0  # the first token that goes into the log
+        assert log_out or state_out, "either an append or a scan"
+        assert not state_out or (log_out != 0) == (tail > 0), "a tail goes into a log"
         for at, layer in enumerate(layout.layers):
             state = remembered(view, row, at)
             for i, (token, position) in enumerate(tokens):
+                if state_out and i == first:
+                    _state(state_out, layout, at)[:] = state
                 state = advance(state, token, position, layer)
-                if log_out:
-                    _entry(log_out, layout, at, length + i)[:] = token, position, layer
-            if state_out:
+                if i >= first and log_out:
+                    entry = i - first if state_out else length + i
+                    _entry(log_out, layout, at, entry)[:] = token, position, layer
+            if state_out and tail == 0:
                 _state(state_out, layout, at)[:] = state
 
 

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from io import BytesIO
 from typing import Any
 
 import fake_kinds
@@ -20,6 +21,7 @@ from fake_kernel import Token, history
 from fake_kinds import (
     KINDS,
     LOG_TOKENS,
+    TAIL,
     Leaf,
     check_saved,
     check_seq,
@@ -42,7 +44,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from quire.errors import OutOfMemory, PagesError, RequestError, TierError
+from quire.errors import OutOfMemory, PagesError, RequestError, SessionFileError, TierError
 from quire.memory.interface import Memory, SeqTokens, Status
 from quire.memory.pool import PagePool
 from quire.memory.recurrent import RecurrentMemory
@@ -80,7 +82,7 @@ class Past:
         tokens = self.tokens + [(t, self.end + i) for i, t in enumerate(new)]
         state_at = self.state_at
         if len(new) > LOG_TOKENS:
-            state_at = self.end + len(new)
+            state_at = self.end + len(new) - TAIL
         elif self.end + len(new) - self.state_at > LOG_TOKENS:
             state_at = self.end
         return replace(self, tokens=tokens, state_at=state_at)
@@ -187,9 +189,9 @@ class KindMachine(RuleBasedStateMachine):
             for row, (seq, _) in enumerate(entries):
                 check_view(self.memory, lease.ubatch, row, after[seq].tokens)
             whole = [s for s, (n, _) in counts.items() if n > self.memory.room_for_draft(s)]
-            if any(0 < kept[seq] < counts[seq][0] for seq in whole):
+            if any(0 < kept[seq] < counts[seq][0] - TAIL for seq in whole):
                 before = snapshot(self.memory)
-                with pytest.raises(RequestError, match="keep all or none"):
+                with pytest.raises(RequestError, match="or more, or none"):
                     lease.commit(kept)
                 assert snapshot(self.memory) == before
                 kept |= {seq: counts[seq][0] for seq in whole}
@@ -517,6 +519,24 @@ class KindMachine(RuleBasedStateMachine):
         name = sorted(self.saved)[which % len(self.saved)]
         self.memory.checkpoint_delete(name)
         del self.saved[name]
+
+    @precondition(lambda self: self.seqs or self.saved)
+    @rule(which=WHICH)
+    def through_a_file(self, which: int) -> None:
+        file = BytesIO()
+        self.memory.state_write(file)
+        damaged = bytearray(file.getvalue())
+        damaged[-1 - which % 100] ^= 1 << which % 8
+        refusals = (SessionFileError, RequestError, OutOfMemory)
+        with self.unchanged(), pytest.raises(refusals):
+            self.memory.state_read(BytesIO(damaged))
+        self.memory.clear(data=False)
+        with pytest.raises(SessionFileError):
+            self.memory.state_read(BytesIO(damaged))
+        assert fake_kinds.empty(self.memory)
+        file.seek(0)
+        self.memory.state_read(file)
+        self.watched = {}  # pages have other numbers now
 
     # -- what must hold -------------------------------------------------------------------------
 

@@ -319,18 +319,18 @@ def test_an_append_writes_its_entries_and_nothing_else(case: str) -> None:
     rig.feed(0, inputs(rig, 25), [20, 5])
     memory, table = rig.memory, rig.memory.table(0)
     state, log = memory.states.view(table.state), memory.logs.view(table.log)
-    before = state.tobytes(), log.copy()
+    before, first = (state.tobytes(), log.copy()), table.log_length
     x = inputs(rig, 3, 1)
     rig.step({0: x})
     assert state.tobytes() == before[0]
     written = np.zeros(len(log), bool)
     layout, size = memory.layout, rig.handles[0].log_bytes
     for _, at in layout.offsets:
-        for i in range(5, 8):
+        for i in range(first, first + 3):
             start = at + i * layout.log_stride
             written[start : start + size] = True
             entry = log[start : start + size].view(np.float32)
-            wanted = x[i - 5]
+            wanted = x[i - first]
             if len(wanted) != len(entry):
                 b, _, values = np.split(wanted, 3)
                 wanted = b * values
@@ -408,15 +408,20 @@ def test_sizes_of_weights_are_checked() -> None:
 def test_states_are_checked() -> None:
     def states(
         state_in: int = -1, state_out: int = -1, log_in: int = -1, length: int = 0,
-        log_out: int = 0, rows: tuple[int, ...] = (0, 0),
+        log_out: int = 0, tail: int = 0, rows: tuple[int, ...] = (0, 0),
     ) -> Any:  # fmt: skip
-        columns = (np.array([v], np.int32) for v in (state_in, state_out, log_in, length, log_out))
+        given = (state_in, state_out, log_in, length, log_out, tail)
+        columns = (np.array([value], np.int32) for value in given)
         return _cpu.States(64, 640, 64, 640, 64, 4, *columns, np.array(rows, np.int32))
 
     states()
     for wrong, message in [
         ({"log_out": -1}, "a state or a log"),
-        ({"state_out": 1}, "a state or a log"),
+        ({"tail": 1}, "a state or a log"),
+        ({"state_out": 1}, "the last 0 of 2 tokens into log page 0"),
+        ({"state_out": 1, "log_out": -1, "tail": 1}, "the last 1 of 2 tokens into log page -1"),
+        ({"state_out": 1, "tail": 2}, "the last 2 of 2"),
+        ({"state_out": 1, "tail": 1, "log_in": 0}, "overwrite log page 0"),
         ({"state_in": 2, "state_out": 2, "log_out": -1}, "overwrite state page 2"),
         ({"length": 1}, "log page -1"),
         ({"length": 5, "log_in": 0}, "holds 4"),
@@ -431,7 +436,7 @@ def test_states_are_checked() -> None:
     pair = np.zeros(2, np.int32)
     with pytest.raises(ValueError, match="lie apart"):
         rows = np.array([0, 1, 0], np.int32)
-        _cpu.States(64, 640, 64, 640, 64, 4, pair, pair - 1, pair - 1, pair, pair, rows)
+        _cpu.States(64, 640, 64, 640, 64, 4, pair, pair - 1, pair - 1, pair, pair, pair, rows)
 
 
 def test_recur_checks_where_it_reads_and_writes() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ from click.testing import CliRunner, Result
 
 import quire
 from quire.cli import main
+from quire.cli.conversation import Conversation
 from tests import tiny
+from tests.model_folders import model_folder
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +75,45 @@ def test_chat_answers_and_rewinds(path: str) -> None:
     assert result.exit_code == 0
     first, second = result.stdout.split("took back 1; 0 left\n")
     assert first and second.startswith(first)
-    assert "/rewind takes 1 to 1" in result.stderr and "there is no /nonsense" in result.stderr
+    assert "5 cannot be taken back" in result.stderr and "there is no /nonsense" in result.stderr
     assert "weights" in result.stdout
+
+
+def test_chat_branches_and_comes_back(path: str, tmp_path: Path) -> None:
+    """What is said in one branch, or after a save, the other does not hear of."""
+    file = str(tmp_path / "talk.quire")
+    answers = []
+    for between in (
+        "", "/fork\nother\n/switch main\n", f"/save {file}\nother\n/load {file}\n",
+        "/fork\nother\n/fork deeper\nmore\n/switch main\n",
+    ):  # fmt: skip
+        result = run("chat", "-m", path, "-n", "6", input=f"hi\n{between}again\n")
+        assert result.exit_code == 0 and result.stderr == ""
+        answers.append((result.stdout.splitlines()[0], result.stdout.splitlines()[-1]))
+    assert len(set(answers)) == 1
+
+
+def test_chat_says_what_it_cannot_do(path: str, tmp_path: Path) -> None:
+    file = tmp_path / "none.quire"
+    with quire.load(path) as llm, llm.session() as s:
+        s.append("x").save(tmp_path / "other.quire")
+    lines = f"/save\n/load {file}\n/load {tmp_path}/other.quire\n/switch x\n/fork main\nhi\n"
+    result = run("chat", "-m", path, "-n", "6", input=lines)
+    assert result.exit_code == 0 and result.stdout
+    for told in ("/save needs", "no such file", "not saved by a conversation", "no branch 'x'"):
+        assert told in result.stderr
+    assert "a branch 'main' already" in result.stderr
+
+
+def test_a_turn_computes_only_what_is_new(path: str) -> None:
+    with quire.load(path) as llm:
+        talk = Conversation(llm, quire.Sampling(max_tokens=5, ignore_eos=True))
+        assert "".join(talk.say("hello there"))
+        before, seen = llm.engine.runner.tokens_run, talk.branch.session.position
+        assert "".join(talk.say("and again"))
+        grown = talk.branch.session.position - seen
+        assert llm.engine.runner.tokens_run - before == grown  # its last token waits for the next
+        talk.close()
 
 
 def test_show_tells_formats_and_kernels(path: str) -> None:
@@ -81,6 +121,37 @@ def test_show_tells_formats_and_kernels(path: str) -> None:
     assert facts["architecture"] == "llama" and "F32" in facts["formats"]
     assert any(isa in facts["kernels"] for isa in ("avx512-vnni", "avx2", "portable"))
     assert "blk.0.attn_q.weight" in run("show", path, "--tensors").stdout
+
+
+@pytest.mark.parametrize("name", ["tiny-dense", "tiny-window", "tiny-recurrent", "lfm2"])
+def test_show_tells_the_memory_that_is_held(name: str, tmp_path: Path) -> None:
+    """In the figures of a sequence that is there."""
+    folder = model_folder(name, tmp_path)
+    told = json.loads(run("show", str(folder), "--json").stdout)["memory"]
+    with quire.load(folder) as llm, llm.session() as s:
+        s.append(list(range(3, 70))).append([4])  # a state at 67 tokens, and a log of one
+        llm.forget()
+        stats = llm.memory.as_dict()["stats"]
+        assert list(told) == [group.name for group in llm.model.groups]
+        for group in llm.model.groups:
+            facts = told[group.name]
+            assert (facts["kind"], facts["layers"]) == (group.kind, len(group.layers))
+            if group.kind == "recurrent":
+                held = [stats[f"{group.name} {part}"]["bytes_held"] for part in ("state", "log")]
+                assert [facts["state_bytes"], facts["log_bytes"]] == held
+                assert facts["bytes_per_sequence"] == sum(held)
+            else:
+                assert facts["bytes_per_token"] == stats[group.name]["bytes_per_token"]
+                assert facts.get("window") == group.window
+    assert f"layers {facts['layers']}, bytes_per" in run("show", str(folder)).stdout
+
+
+def test_show_tells_what_it_can_of_a_broken_model(tmp_path: Path) -> None:
+    folder = shutil.copytree(model_folder("lfm2", tmp_path), tmp_path / "broken")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 120}))
+    told = json.loads(run("show", str(folder), "--json").stdout)
+    assert told["layers"] == 5 and told["memory"].startswith("cannot be told: ")
 
 
 def test_list_and_help_know_every_command() -> None:

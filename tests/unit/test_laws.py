@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -58,22 +57,13 @@ def test_imports_go_one_way(path: Path) -> None:
         assert "os.environ" not in path.read_text() and "getenv" not in path.read_text()
 
 
-def test_import_is_quick_and_light() -> None:
-    code = (
-        "import sys, time; t = time.perf_counter(); import quire; "
-        "print(time.perf_counter() - t); "
-        "print(*[m for m in ('torch', 'transformers', 'rich', 'click') if m in sys.modules])"
-    )
-    times = []
-    for _ in range(5):
-        run = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True
-        )
-        seconds, heavy = run.stdout.split("\n")[:2]
-        assert heavy == ""
-        times.append(float(seconds))
-        time.sleep(0.05)
-    assert min(times) < 0.3
+def test_import_is_light() -> None:
+    code = "import sys, quire; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(run.stdout.split())
+    heavy = {"torch", "transformers", "tokenizers", "rich", "click", "llguidance", "minijinja"}
+    assert not loaded & heavy
+    assert len(loaded) < 400
 
 
 def test_all_is_what_there_is() -> None:

@@ -301,6 +301,7 @@ def test_unknown_architectures_and_their_code_are_refused(tmp_path: Path) -> Non
         ("hidden_size", "8"), ("vocab_size", -1), ("rms_norm_eps", "x"), ("rms_norm_eps", 1e400),
         ("architectures", "Llama"), ("rope_scaling", 4), ("rope_scaling", {"rope_type": "dynamic"}),
         ("hidden_act", "relu"), ("quantization_config", {"bits": 4}), ("num_key_value_heads", True),
+        ("head_dim", 2**30), ("partial_rotary_factor", 1e30), ("partial_rotary_factor", 0.5),
         ("tie_word_embeddings", 3), ("rope_theta", float("nan")),
         ("rope_scaling", {"type": "yarn", "factor": 4.0, "beta_fast": 16,
                           "original_max_position_embeddings": 8}),
@@ -312,6 +313,22 @@ def test_bad_settings_are_named(tmp_path: Path, key: str, value: object) -> None
     message = refused(folder, "config.json", kind=ModelError)
     named = {"rope_scaling": ("rope_scaling", "rope_type", "beta_fast")}.get(key, (key,))
     assert any(name in message for name in named)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("query_pre_attn_scalar", 0), ("query_pre_attn_scalar", -4), ("sliding_window", 0),
+        ("sliding_window", None), ("layer_types", ["full_attention"] * 2), ("layer_types", ["odd"]),
+        ("attn_logit_softcapping", 50.0), ("use_bidirectional_attention", True),
+        ("hidden_activation", "silu"), ("rope_parameters", {"full_attention": 3}),
+    ],
+)  # fmt: skip
+def test_bad_settings_of_gemma_are_named(tmp_path: Path, key: str, value: object) -> None:
+    config = CONFIG | {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 4, key: value}
+    folder = write_folder(tmp_path / "model", config, {"model.safetensors": weights()})
+    message = refused(folder, "config.json", kind=ModelError)
+    assert key in message or "full_attention" in message
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"a": 1, "a": 2}'])

@@ -164,12 +164,20 @@ Array recur(Cpu& cpu, const Array& x, const RecurrentLayer& layer, const States&
     nb::gil_scoped_release released;
     Array out = cpu.array(x.rows, s.out_cols);
     auto part = [](char* page, int64_t offset) { return page ? page + offset : nullptr; };
-    Work work;
-    for (const States::Sequence& q : states.sequences)
+    // A scan that leaves its last tokens in a log is a scan of the others, then an append.
+    Work work, tails;
+    for (const States::Sequence& q : states.sequences) {
+        char *state_out = part(states.state(q.state_out), state_offset), *log_out = part(states.log(q.log_out), log_offset);
+        const int64_t head = q.count - q.tail, at = q.row + head;
         work.add(layer, part(states.state(q.state_in), state_offset), part(states.log(q.log_in), log_offset),
-                 states.log_stride, q.log_length, q.count, x.row(q.row), part(states.state(q.state_out), state_offset),
-                 part(states.log(q.log_out), log_offset), out.row(q.row));
+                 states.log_stride, q.log_length, head, x.row(q.row), state_out, q.tail ? nullptr : log_out,
+                 out.row(q.row));
+        if (q.tail)
+            tails.add(layer, state_out, nullptr, states.log_stride, 0, q.tail, x.row(at), nullptr, log_out,
+                      out.row(at));
+    }
     work.run(cpu);
+    tails.run(cpu);
     return out;
 }
 
@@ -250,10 +258,11 @@ void bind_recurrent(nb::module_& m) {
         .def_prop_ro("in_cols", [](const RecurrentLayer& l) { return l.shape.in_cols; })
         .def_prop_ro("out_cols", [](const RecurrentLayer& l) { return l.shape.out_cols; });
     nb::class_<States>(m, "States", "One group's states and logs in one step: who reads and writes what.")
-        .def(nb::init<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, Ints, Ints, Ints, Ints, Ints, Ints>(),
+        .def(nb::init<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, Ints, Ints, Ints, Ints, Ints, Ints, Ints>(),
              "state_address"_a, "state_page_bytes"_a, "log_address"_a, "log_page_bytes"_a, "log_stride"_a,
              "log_tokens"_a, "state_in"_a.noconvert(), "state_out"_a.noconvert(), "log_in"_a.noconvert(),
-             "log_length"_a.noconvert(), "log_out"_a.noconvert(), "seq_rows"_a.noconvert());
+             "log_length"_a.noconvert(), "log_out"_a.noconvert(), "tail"_a.noconvert(),
+             "seq_rows"_a.noconvert());
     nb::borrow<nb::class_<Cpu>>(m.attr("Cpu"))
         .def("recur", &recur, "x"_a, "layer"_a, "states"_a, "state_offset"_a, "log_offset"_a,
              "Takes tokens into their logs or states, and returns the layer's outputs.")

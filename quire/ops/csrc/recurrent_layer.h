@@ -127,23 +127,25 @@ class States {
     struct Sequence {
         int64_t row = 0, count = 0;  // its new tokens in the batch
         int32_t state_in, state_out, log_in, log_length, log_out;
+        int32_t tail;  // of a scan: last tokens that go to the log, behind the state that is written
     };
 
     States(int64_t state_address, int64_t state_page_bytes, int64_t log_address, int64_t log_page_bytes,
            int64_t log_stride, int64_t log_tokens, Ints state_in, Ints state_out, Ints log_in, Ints log_length,
-           Ints log_out, Ints seq_rows)
+           Ints log_out, Ints tail, Ints seq_rows)
         : state_page_bytes(state_page_bytes), log_page_bytes(log_page_bytes), log_stride(log_stride),
           log_tokens(log_tokens), n_tokens(int64_t(seq_rows.shape(0))),
           states_(reinterpret_cast<char*>(state_address)), logs_(reinterpret_cast<char*>(log_address)) {
         const size_t n = state_in.shape(0);
-        need(state_out.shape(0) == n && log_in.shape(0) == n && log_length.shape(0) == n && log_out.shape(0) == n,
-             "States: state_in, state_out, log_in, log_length and log_out need one entry per sequence");
+        need(state_out.shape(0) == n && log_in.shape(0) == n && log_length.shape(0) == n && log_out.shape(0) == n &&
+                 tail.shape(0) == n,
+             "States: state_in, state_out, log_in, log_length, log_out and tail need one entry per sequence");
         need(state_page_bytes > 0 && log_page_bytes > 0 && log_stride > 0 && log_tokens > 0 && log_stride % 4 == 0,
              "States: pages of ", state_page_bytes, " and ", log_page_bytes, " bytes, ", log_tokens, " entries of ",
              log_stride);
         for (size_t i = 0; i < n; i++)
             sequences.push_back({0, 0, state_in.data()[i], state_out.data()[i], log_in.data()[i],
-                                 log_length.data()[i], log_out.data()[i]});
+                                 log_length.data()[i], log_out.data()[i], tail.data()[i]});
         for (int64_t i = 0; i < n_tokens; i++) {
             const int64_t s = seq_rows.data()[i];
             need(s >= 0 && s < int64_t(n), "States: token ", i, " is of sequence ", s, " of ", n);
@@ -166,18 +168,30 @@ class States {
         need(q.count > 0, "States: sequence ", i, " has no tokens");
         need(q.state_in >= -1 && q.state_out >= -1 && q.log_in >= -1 && q.log_out >= -1, "States: sequence ", i,
              " has a page below -1");
-        need((q.state_out < 0) != (q.log_out < 0), "States: sequence ", i, " must write a state or a log, got state ",
-             q.state_out, " and log ", q.log_out);
         need(q.log_length >= 0 && q.log_length <= log_tokens && (q.log_length == 0 || q.log_in >= 0),
              "States: sequence ", i, " has ", q.log_length, " entries in log page ", q.log_in, ", which holds ",
              log_tokens);
-        need(q.state_out < 0 || q.state_out != q.state_in, "States: sequence ", i, " would overwrite state page ",
-             q.state_in);
-        if (q.log_out < 0) return;
+        if (q.state_out >= 0) check_scan(i);
+        else check_append(i);
+    }
+
+    void check_append(int64_t i) const {
+        const Sequence& q = sequences[size_t(i)];
+        need(q.log_out >= 0 && q.tail == 0, "States: sequence ", i, " must write a state or a log, got state ",
+             q.state_out, ", log ", q.log_out, " and a tail of ", q.tail);
         need(q.log_in < 0 || q.log_in == q.log_out, "States: sequence ", i, " reads log page ", q.log_in,
              " and writes ", q.log_out);
         need(q.log_length + q.count <= log_tokens, "States: sequence ", i, " appends ", q.count, " entries behind ",
              q.log_length, ", a log holds ", log_tokens);
+    }
+
+    void check_scan(int64_t i) const {
+        const Sequence& q = sequences[size_t(i)];
+        need(q.state_out != q.state_in, "States: sequence ", i, " would overwrite state page ", q.state_in);
+        need(q.tail >= 0 && q.tail < q.count && q.tail <= log_tokens && (q.tail > 0) == (q.log_out >= 0),
+             "States: sequence ", i, " puts the last ", q.tail, " of ", q.count, " tokens into log page ", q.log_out,
+             ", which holds ", log_tokens);
+        need(q.log_out < 0 || q.log_out != q.log_in, "States: sequence ", i, " would overwrite log page ", q.log_in);
     }
 
     char *states_, *logs_;

@@ -1,0 +1,160 @@
+"""A conversation and its branches: messages for people, a session for the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import quire
+from quire.errors import QuireError, RequestError
+from quire.types import Sampling
+
+Message = dict[str, str]
+
+
+@dataclass
+class Branch:
+    """One course of the conversation; the session holds what the model has seen of it."""
+
+    messages: list[Message]
+    session: quire.Session
+    seen: str = ""
+    """The session's tokens as text, answers as they were generated."""
+
+
+class Conversation:
+    """What was said so far with a model, in one or more branches that share their past."""
+
+    def __init__(self, llm: quire.LLM, sampling: Sampling, system: str | None = None) -> None:
+        self.llm = llm
+        self.sampling = sampling
+        start = [{"role": "system", "content": system}] if system else []
+        self._n_start = len(start)
+        self.branches = {"main": Branch(start, llm.session())}
+        self.name = "main"
+
+    @property
+    def branch(self) -> Branch:
+        """Where the conversation is."""
+        return self.branches[self.name]
+
+    @property
+    def exchanges(self) -> int:
+        """How many questions were answered."""
+        return (len(self.branch.messages) - self._n_start) // 2
+
+    def say(self, text: str) -> Iterator[str]:
+        """One exchange, the answer piece by piece; a failed one leaves no trace.
+
+        An answer that is not heard to its end counts as far as it went.
+        """
+        messages = self.branch.messages
+        messages.append({"role": "user", "content": text})
+        answer = ""
+        try:
+            self._show(self.llm.chat_text(messages))
+            for piece in self.branch.session.stream(self.sampling):
+                answer += piece
+                yield piece
+            self.branch.seen += answer + self._end()
+        except QuireError:
+            messages.pop()
+            raise
+        except (KeyboardInterrupt, GeneratorExit):
+            messages.append({"role": "assistant", "content": answer})
+            raise
+        messages.append({"role": "assistant", "content": answer})
+
+    def _end(self) -> str:
+        """What the model ended its turn with."""
+        last = self.branch.session.tokens[-1]
+        ends = self.llm.tokenizer.eog_ids
+        return self.llm.tokenizer.token_text(last) if last in ends else ""
+
+    def _show(self, text: str) -> None:
+        """Lets the session hold this text; what it has seen already is not computed again."""
+        branch = self.branch
+        if branch.seen and text.startswith(branch.seen):
+            new = self.llm.encode(text[len(branch.seen) :], add_special=False)
+        else:
+            new = self._from_common(self.llm.text_tokens(text))
+        branch.session.append(new)
+        branch.seen = text
+
+    def _from_common(self, tokens: list[int]) -> list[int]:
+        """Goes back to where the session's tokens differ from these; returns what is left."""
+        branch = self.branch
+        known = branch.session.tokens
+        both = min(len(known), len(tokens) - 1)
+        same = next((i for i in range(both) if known[i] != tokens[i]), both)
+        try:
+            if same < len(known):
+                branch.session.rewind(same - len(known))
+        except RequestError:  # memory has nothing of that place any more
+            branch.session.close()
+            branch.session = self.llm.session()
+            same = 0
+        return tokens[same:]
+
+    def rewind(self, count: int) -> None:
+        """Takes back the last exchanges."""
+        if not 1 <= count <= self.exchanges:
+            raise RequestError(
+                f"there are {self.exchanges} exchanges; {count} cannot be taken back"
+            )
+        del self.branch.messages[-2 * count :]
+
+    def clear(self) -> None:
+        """Starts anew in this branch."""
+        del self.branch.messages[self._n_start :]
+
+    def fork(self, name: str) -> None:
+        """Goes on in a new branch; the present one stays as it is."""
+        if name in self.branches:
+            raise RequestError(f"there is a branch {name!r} already; choose another name")
+        here = self.branch
+        messages = [dict(message) for message in here.messages]
+        self.branches[name] = Branch(messages, here.session.fork(), here.seen)
+        self.name = name
+
+    def switch(self, name: str) -> None:
+        """Goes to another branch."""
+        if name not in self.branches:
+            known = ", ".join(self.branches)
+            raise RequestError(f"there is no branch {name!r}; there are {known}")
+        self.name = name
+
+    def save(self, path: str) -> None:
+        """Writes this branch to a file."""
+        here = self.branch
+        here.session.notes.update(messages=here.messages, seen=here.seen)
+        here.session.save(path)
+
+    def load(self, path: str) -> None:
+        """Goes on from a file, in this branch."""
+        session = self.llm.open(path)
+        messages, seen = _messages(session.notes.get("messages")), session.notes.get("seen")
+        if messages is None or not isinstance(seen, str):
+            session.close()
+            raise RequestError(f"{path}: the session was not saved by a conversation")
+        self.branch.session.close()
+        self.branches[self.name] = Branch(messages, session, seen)
+
+    def close(self) -> None:
+        """Gives all pages back."""
+        for branch in self.branches.values():
+            branch.session.close()
+
+
+def _messages(noted: Any) -> list[Message] | None:
+    """What a session's notes say of a conversation, if they do."""
+    fields = {"role", "content"}
+    if not isinstance(noted, list):
+        return None
+    for message in noted:
+        if not isinstance(message, dict) or message.keys() != fields:
+            return None
+        if not all(isinstance(text, str) for text in message.values()):
+            return None
+    return noted

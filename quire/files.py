@@ -1,0 +1,46 @@
+"""Files that are either there as a whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+from contextlib import suppress
+from errno import EEXIST, EINVAL
+from pathlib import Path
+from typing import BinaryIO
+
+
+def replace_file(path: Path, write: Callable[[BinaryIO], None]) -> None:
+    """Writes a file that takes the place of the old one in one moment, once it is on the disk.
+
+    OSError, and whatever `write` raises, leave the old file as it was. Only its owner may read the
+    new one.
+    """
+    if "\0" in str(path):
+        raise OSError(EINVAL, "a path cannot have a NUL in it", str(path))
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        raise OSError(EEXIST, "something is there that is not a regular file", str(path))
+    unfinished = path.with_name(f".quire-{secrets.token_hex(8)}.tmp")
+    try:
+        with open(os.open(unfinished, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except BaseException:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Has the system put the new name on the disk as well, where it knows how to."""
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
