@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.memory.state_layout import RecurrentSpec, StateLayout
-from quire.ops import _cpu
+from quire.memory.state_layout import RecurrentSpec, StateLayout, StateView
 from quire.ops.cpu import CpuOps
 
 LAYERS = 24
@@ -78,13 +77,13 @@ class Bench:
         x = np.random.default_rng(1).standard_normal((tokens, self.layer.in_cols))
         values = self.ops.array(x.astype(np.float32))
         log = 0 if log_length else -1
-        columns = (0, 1, log, log_length, -1) if scan else (0, -1, log, log_length, 0)
+        columns = (0, 1, log, log_length, -1, 0) if scan else (0, -1, log, log_length, 0, 0)
         layout = self.layout
-        states = _cpu.States(
-            self.states.ctypes.data, layout.state_page_bytes, self.logs.ctypes.data,
-            layout.log_page_bytes, layout.log_stride, LOG,
-            *(np.array([each], np.int32) for each in columns), np.zeros(tokens, np.int32),
+        view = StateView(
+            self.states.ctypes.data, self.logs.ctypes.data, layout,
+            *(np.array([each], np.int32) for each in columns),
         )  # fmt: skip
+        states = self.ops.states(view, np.zeros(tokens, np.int32))
 
         def run() -> object:
             self.turn = (self.turn + 1) % LAYERS
