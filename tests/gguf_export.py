@@ -15,7 +15,10 @@ from tests.gguf_writer import Tensor, Typed, ValueType, write_gguf
 
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 # Tensors of more than one dimension that llama.cpp wants in float32.
-_FLOATS = ("ffn_gate_inp.weight", "conv1d.weight", "shortconv.conv.weight", "ssm_a", "ssm_d")
+_FLOATS = (
+    "ffn_gate_inp.weight", "conv1d.weight", "shortconv.conv.weight", "ssm_a", "ssm_d",
+    "_norm.weight",
+)  # fmt: skip
 
 
 def export(folder: Path, path: Path, pre: str = "qwen2", exact: bool = False) -> Path:
@@ -39,6 +42,9 @@ def _value(value: Any) -> Any:
 
 def _tensor(file: WeightFile, name: str, exact: bool) -> Tensor:
     tensor, data = file.tensors[name], file.data(name)
+    if name.endswith("ssm_norm.weight") and len(tensor.shape) == 2:  # norms each group by itself
+        groups = file.get_int("mamba2.ssm.group_count")
+        return dequantize(data, tensor.type, tensor.shape).reshape(groups, -1)
     if exact or len(tensor.shape) < 2 or name.endswith(_FLOATS):
         return dequantize(data, tensor.type, tensor.shape)
     assert tensor.type in (GGMLType.F32, GGMLType.F16, GGMLType.BF16)

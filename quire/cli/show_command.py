@@ -9,7 +9,11 @@ from typing import Any
 import click
 
 from quire import config
-from quire.models.registry import architectures, open_weights
+from quire.errors import QuireError
+from quire.memory.build import attention_layout
+from quire.memory.layout import GroupSpec
+from quire.memory.state_layout import RecurrentSpec, StateLayout
+from quire.models.registry import architectures, declared_groups, open_weights
 from quire.ops.cpu import CpuOps
 from quire.text.hf import chat_template
 from quire.weights import pull
@@ -21,7 +25,7 @@ from quire.weights.file import WeightFile
 @click.option("--tensors", is_flag=True, help="List every tensor.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def command(model: str, tensors: bool, as_json: bool) -> None:
-    """Tell what MODEL holds: sizes, formats, vocabulary; and what this machine runs it with."""
+    """Tell what MODEL holds: sizes, formats, memory; and what this machine runs it with."""
     with open_weights(pull.resolve(model, config.cache_folder())) as file:
         facts = _facts(file)
         if tensors:
@@ -36,9 +40,35 @@ def command(model: str, tensors: bool, as_json: bool) -> None:
         if isinstance(value, dict):
             click.echo(f"{key}:")
             for name, inner in value.items():
-                click.echo(f"  {name}: {inner}")
+                click.echo(f"  {name}: {_one_line(inner)}")
         else:
             click.echo(f"{key:<{width}}  {value}")
+
+
+def _one_line(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {inner}" for name, inner in value.items())
+    return str(value)
+
+
+def _memory(file: WeightFile, ops: CpuOps) -> dict[str, dict[str, Any]] | str:
+    """What a sequence takes in each group, by the layouts that memory is made with."""
+    settings = config.LoadConfig()
+    try:
+        groups = declared_groups(file, ops, settings.type_k, settings.type_v)
+    except QuireError as error:  # what else the file holds is still worth telling
+        return f"cannot be told: {str(error).splitlines()[0]}"
+    return {group.name: _group(group, settings) for group in groups}
+
+
+def _group(group: GroupSpec | RecurrentSpec, settings: config.LoadConfig) -> dict[str, Any]:
+    facts: dict[str, Any] = {"kind": group.kind, "layers": len(group.layers)}
+    if group.kind == "recurrent":
+        state = StateLayout(group)
+        sizes = {"state_bytes": state.state_page_bytes, "log_bytes": state.log_page_bytes}
+        return facts | {"bytes_per_sequence": sum(sizes.values()), **sizes}
+    facts["bytes_per_token"] = attention_layout(group, settings).bytes_per_token
+    return facts | ({"window": group.window} if group.window else {})
 
 
 def _experts(file: WeightFile, arch: str) -> str:
@@ -49,6 +79,7 @@ def _experts(file: WeightFile, arch: str) -> str:
 
 def _facts(file: WeightFile) -> dict[str, Any]:
     arch = file.get_str("general.architecture")
+    ops = CpuOps(threads=config.LoadConfig().thread_count())
     formats: Counter[str] = Counter()
     parameters = 0
     for info in file.tensors.values():
@@ -71,7 +102,8 @@ def _facts(file: WeightFile) -> dict[str, Any]:
         "experts": _experts(file, arch),
         "formats": ", ".join(f"{n} {b / 1e6:.1f} MB" for n, b in formats.most_common()),
         "chat_template": _has_template(file),
-        "kernels": CpuOps(threads=config.LoadConfig().thread_count()).name,
+        "memory": _memory(file, ops),
+        "kernels": ops.name,
         "metadata": small,
     }
 

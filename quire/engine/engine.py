@@ -120,17 +120,26 @@ class Engine:
         self._activate(sequence)
 
     def truncate(self, sequence: Sequence, length: int) -> None:
-        """Drops all tokens from position `length` on."""
+        """Drops all tokens from position `length` on.
+
+        Where memory cannot go back so far, what nobody else holds of the rest is computed again.
+        """
         self.hold(sequence)
-        if not self.memory.seq_rm(sequence.id, length, -1):
+        if self.memory.seq_rm(sequence.id, length, -1):
+            del sequence.tokens[length:]
+            if sequence.computed > length:
+                sequence.computed, sequence.logits = length, None
+            self.prefix.track(sequence)
+        elif sequence.moved:
             raise RequestError(
                 f"position {length} cannot be restored: nothing covers it any more; "
                 "make a checkpoint before the place to return to"
             )
-        del sequence.tokens[length:]
-        if sequence.computed > length:
-            sequence.computed, sequence.logits = length, None
-        self.prefix.track(sequence)
+        else:
+            self.memory.seq_rm(sequence.id, 0, -1)
+            del sequence.tokens[length:]
+            sequence.logits = None
+            self.prefix.adopt(sequence)
 
     def remove(self, sequence: Sequence, start: int, stop: int) -> None:
         """Takes computed tokens out of the middle; those behind move up, rotated, in place."""

@@ -34,7 +34,7 @@ class PrefixCache:
         if length >= self.index.page_tokens and length > source.computed:
             sequence.waits_for = (source, length)
         else:
-            self._adopt(sequence)
+            self.adopt(sequence)
 
     def release_waiting(self, active: list[Sequence]) -> None:
         """Lets those go on whose first tokens are in memory now, or will never be."""
@@ -43,7 +43,7 @@ class PrefixCache:
                 source, length = sequence.waits_for
                 if source.computed >= length or source not in active:
                     sequence.waits_for = None
-                    self._adopt(sequence)
+                    self.adopt(sequence)
 
     def remember(self, accepted: list[Accepted]) -> None:
         """Follows a step: running sequences grow, and the ends of prompts are kept."""
@@ -93,7 +93,8 @@ class PrefixCache:
         """Gives up the cached place that is worth least; False when there is none."""
         return self.index.evict_one()
 
-    def _adopt(self, sequence: Sequence) -> None:
+    def adopt(self, sequence: Sequence) -> None:
+        """Gives a sequence that holds nothing what is known of its tokens, but for the last."""
         first = sequence.tokens[:-1]
         sequence.computed = self.index.adopt(sequence.id, first, sequence.salt) if first else 0
         sequence.cached = sequence.computed

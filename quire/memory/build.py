@@ -62,6 +62,12 @@ def build_memory(
     return parts[0] if len(parts) == 1 else HybridMemory(parts)
 
 
+def attention_layout(group: GroupSpec, settings: MemorySettings) -> AttentionLayout:
+    """The pages of a group with attention, as these settings make them."""
+    type_k, type_v = KVType(settings.type_k), KVType(settings.type_v)
+    return AttentionLayout(group, type_k, type_v, settings.page_tokens)
+
+
 def _part(
     group: GroupSpec | RecurrentSpec, budget: Budget, settings: MemorySettings,
     kernels: GroupKernels,
@@ -70,8 +76,7 @@ def _part(
         if kernels.fold is None:
             raise ModelError(f"group {group.name!r} is recurrent; the model gives no way to fold")
         return RecurrentMemory(StateLayout(group), budget, kernels.fold)
-    type_k, type_v = KVType(settings.type_k), KVType(settings.type_v)
-    layout = AttentionLayout(group, type_k, type_v, settings.page_tokens)
+    layout = attention_layout(group, settings)
     tokens, demand_paged = settings.kv_cache_tokens, settings.kv_cache_demand_paged
     common = (layout, budget, tokens, demand_paged, kernels.rotate, kernels.move)
     if group.kind == "window":

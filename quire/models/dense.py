@@ -41,16 +41,20 @@ class DenseConfig:
 
     @classmethod
     def read(
-        cls, file: WeightFile, arch: str, neox: bool, ffn: str = "feed_forward_length"
-    ) -> DenseConfig:
-        """The sizes a file gives, each within reason; `ffn` is the key of the network's."""
+        cls, file: WeightFile, arch: str, neox: bool, ffn: str = "feed_forward_length",
+        kv_heads: int | None = None,
+    ) -> DenseConfig:  # fmt: skip
+        """The sizes a file gives, each within reason; `ffn` is the key of the network's.
+
+        `kv_heads` is for files that count them layer by layer.
+        """
 
         def count(key: str, most: int = _MOST, default: int | Required = REQUIRED) -> int:
             return file.get_int(f"{arch}.{key}", default=default, minimum=1, maximum=most)
 
         width = count("embedding_length")
         n_heads = count("attention.head_count", 4096)
-        n_kv_heads = count("attention.head_count_kv", 4096, default=n_heads)
+        n_kv_heads = kv_heads or count("attention.head_count_kv", 4096, default=n_heads)
         if n_heads % n_kv_heads:
             raise ModelError(
                 f"{file.path}: {arch}.attention.head_count is {n_heads}, which its "

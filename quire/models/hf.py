@@ -43,6 +43,18 @@ def metadata(config: HFConfig, arch: str) -> dict[str, Value]:
     }
 
 
+def rope_of(
+    config: HFConfig, arch: str, usual_base: float
+) -> tuple[dict[str, Value], dict[str, NDArray[np.float32]]]:
+    """The one rotary embedding of a decoder; transformers 4 spread it over several keys."""
+    old = "rope_parameters" not in config
+    section = config.section("rope_scaling" if old else "rope_parameters")
+    first = config if old else section
+    share = first.number("partial_rotary_factor", default=1.0, least=0.0, most=1.0)
+    base = first.number("rope_theta", default=usual_base)
+    return rope(section, arch, int(head_dim(config) * share), base)
+
+
 def rope(
     section: HFConfig, arch: str, n_rot: int, base: float
 ) -> tuple[dict[str, Value], dict[str, NDArray[np.float32]]]:
@@ -96,12 +108,7 @@ def decoder(
         context = f"{arch}.context_length"
         window = config.whole("sliding_window")
         facts[context] = min(config.whole("max_position_embeddings"), window)
-    old = "rope_parameters" not in config  # transformers 4 spread this over several keys
-    section = config.section("rope_scaling" if old else "rope_parameters")
-    first = config if old else section
-    share = first.number("partial_rotary_factor", default=1.0, least=0.0, most=1.0)
-    base = first.number("rope_theta", default=10000.0)
-    keys, made = rope(section, arch, int(head_dim(config) * share), base)
+    keys, made = rope_of(config, arch, 10000.0)
     tied = config.flag("tie_word_embeddings", default=False)
     return Naming(facts | keys, tensors(config, layer, changes, tied), made, not_needed(tied))
 

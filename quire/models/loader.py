@@ -84,11 +84,15 @@ class TensorCheck:
             self._check(name, (rows,))
 
     def array(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
-        """Checks the tensor; there are only zeros yet."""
-        self._check(name, shape)
+        """Checks the tensor; there are only zeros yet.
+
+        Faults are raised at once, so that nobody makes zeros of a size that is only claimed.
+        """
+        if not self._check(name, shape):
+            self.raise_faults()
         return np.zeros(shape, np.float32)
 
-    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+    def _check(self, name: str, shape: tuple[int, ...]) -> bool:
         tensor = self._file.tensors.get(name)
         if tensor is None:
             self._faults.append(f"{name}: missing, should be {list(shape)}")
@@ -96,6 +100,8 @@ class TensorCheck:
             self._faults.append(f"{name}: is {list(tensor.shape)}, should be {list(shape)}")
         else:
             self.nbytes += tensor.nbytes
+            return True
+        return False
 
     def raise_faults(self) -> None:
         """One error that lists every fault."""

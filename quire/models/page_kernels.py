@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from quire.memory.build import GroupKernels
 from quire.memory.layout import AttentionLayout, Int32
-from quire.ops import Ops
+from quire.memory.state_layout import RecurrentSpec
+from quire.ops import Ops, Recurrent
+from quire.ops.recurrent import folding
 
 _FIRST = np.zeros(1, np.int32)
 
@@ -33,3 +36,15 @@ def attention_kernels(ops: Ops, heads: Any, rope: Any) -> GroupKernels:
         )  # fmt: skip
 
     return GroupKernels(rotate=rotate, move=move)
+
+
+def recurrent_group(name: str, layers: Mapping[int, Recurrent]) -> RecurrentSpec:
+    """The group of recurrent layers of one size, by their numbers in the model."""
+    sizes = {(layer.state_bytes, layer.log_bytes) for layer in layers.values()}
+    assert len(sizes) == 1, "the layers of a group share one layout"
+    return RecurrentSpec(name, tuple(layers), *sizes.pop())
+
+
+def recurrent_kernels(ops: Ops, layers: Mapping[int, Recurrent]) -> GroupKernels:
+    """Folding logs into states, in these layers by their numbers in the model."""
+    return GroupKernels(fold=folding(ops, layers))

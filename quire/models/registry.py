@@ -25,6 +25,8 @@ _ARCHITECTURES: Final[dict[str, tuple[str, ...]]] = {
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
+    "mamba2": ("Mamba2ForCausalLM", "mamba2"),
+    "lfm2": ("Lfm2ForCausalLM", "lfm2"),
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
 }
 
@@ -97,6 +99,16 @@ def load_model(
     check.raise_faults()
     load = TensorLoader(file, ops, check.nbytes, progress, quantize)
     return module.build(file, load, ops, type_k, type_v)
+
+
+def declared_groups(
+    file: WeightFile, ops: Ops, type_k: str, type_v: str
+) -> tuple[GroupSpec | RecurrentSpec, ...]:
+    """The groups of memory that a file's model declares, without loading its weights."""
+    check = TensorCheck(file)
+    groups = _module(architecture_of(file)).build(file, check, ops, type_k, type_v).groups
+    check.raise_faults()
+    return groups
 
 
 def _module(name: str) -> Architecture:

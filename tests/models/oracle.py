@@ -51,5 +51,5 @@ def save_vocabulary(folder: Path) -> None:
 def logits(model: Any, ids: list[int]) -> NDArray[np.float32]:
     """Logits after each token, in one pass."""
     with torch.no_grad():
-        out: NDArray[np.float32] = model(torch.tensor([ids])).logits[0].numpy()
+        out: NDArray[np.float32] = model(torch.tensor([ids]), use_cache=False).logits[0].numpy()
     return out

@@ -104,6 +104,19 @@ def test_batched_greedy_equals_alone(golden) -> None:
     assert [c.token_ids for c in together] == alone
 
 
+def test_a_state_stays_as_large_as_it_is() -> None:
+    """However long the context, which nothing limits."""
+    with quire.load(MODELS / "tiny-recurrent") as llm, llm.session() as s:
+        assert llm.n_ctx == 2**20
+        ids = llm.encode((MODELS / "validation.txt").read_text())
+        for end in (7, 1500, 1501):
+            s.append(ids[s.position : end])
+            llm.forget()
+            stats = llm.memory.as_dict()["stats"]
+            assert stats["recurrent state"]["pages_used"] <= 1
+            assert stats["recurrent log"]["pages_used"] <= 1
+
+
 def test_a_window_keeps_what_can_still_be_seen() -> None:
     """64 positions and what shares a page with them, however long the context."""
     with quire.load(MODELS / "tiny-window") as llm, llm.session() as s:

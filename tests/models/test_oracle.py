@@ -26,6 +26,14 @@ YARN = {
     "original_max_position_embeddings": 64,
 }  # fmt: skip
 GEMMA: dict[str, Any] = {**SIZES, "sliding_window": 11, "num_hidden_layers": 7}
+MAMBA: dict[str, Any] = {
+    "hidden_size": 60, "num_hidden_layers": 3, "num_heads": 5, "head_dim": 24, "state_size": 20,
+    "n_groups": 1, "chunk_size": 32,
+}  # fmt: skip
+LFM: dict[str, Any] = {
+    **SIZES, "intermediate_size": 100, "block_multiple_of": 12, "num_hidden_layers": 5,
+    "full_attn_idxs": [1, 4],
+}  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", SIZES),
     "llama-untied": ("Llama", {**SIZES, "tie_word_embeddings": False, "num_key_value_heads": 3}),
@@ -45,6 +53,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
             "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}}),
     "gemma3-windows": ("Gemma3", {**GEMMA, "layer_types": ["sliding_attention"] * 7}),
+    "mamba2": ("Mamba2", MAMBA),
+    "mamba2-groups": ("Mamba2", {
+        **MAMBA, "num_heads": 6, "head_dim": 20, "n_groups": 2, "conv_kernel": 3, "use_bias": True,
+        "use_conv_bias": False, "state_size": 17, "time_step_limit": [0.01, 1.0]}),
+    "mamba2-tied": ("Mamba2", {**MAMBA, "conv_kernel": 7, "tie_word_embeddings": True}),
+    "lfm2": ("Lfm2", LFM),
+    "lfm2-biased": ("Lfm2", {
+        **LFM, "conv_L_cache": 4, "conv_bias": True, "tie_word_embeddings": False,
+        "block_auto_adjust_ff_dim": False}),
+    "lfm2-conv": ("Lfm2", {**LFM, "layer_types": ["conv"] * 5, "conv_L_cache": 2}),
+    "lfm2-attention": ("Lfm2", {**LFM, "full_attn_idxs": None, "block_ffn_dim_multiplier": 1.3}),
 }  # fmt: skip
 
 
@@ -65,7 +84,7 @@ def test_exact_mode_is_transformers_in_float32(case) -> None:
     assert np.abs(got - expected).max() < 2e-4 * spread
 
 
-@pytest.mark.parametrize("chunk", [1, 7])
+@pytest.mark.parametrize("chunk", [1, 7, 16, 64])
 def test_chunks_change_no_bit(case, chunk: int) -> None:
     folder, _ = case
     with quire.load(folder) as llm:

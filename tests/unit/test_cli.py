@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import quire
 from quire.cli import main
 from quire.cli.conversation import Conversation
 from tests import tiny
+from tests.model_folders import model_folder
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +121,37 @@ def test_show_tells_formats_and_kernels(path: str) -> None:
     assert facts["architecture"] == "llama" and "F32" in facts["formats"]
     assert any(isa in facts["kernels"] for isa in ("avx512-vnni", "avx2", "portable"))
     assert "blk.0.attn_q.weight" in run("show", path, "--tensors").stdout
+
+
+@pytest.mark.parametrize("name", ["tiny-dense", "tiny-window", "tiny-recurrent", "lfm2"])
+def test_show_tells_the_memory_that_is_held(name: str, tmp_path: Path) -> None:
+    """In the figures of a sequence that is there."""
+    folder = model_folder(name, tmp_path)
+    told = json.loads(run("show", str(folder), "--json").stdout)["memory"]
+    with quire.load(folder) as llm, llm.session() as s:
+        s.append(list(range(3, 70))).append([4])  # a state at 67 tokens, and a log of one
+        llm.forget()
+        stats = llm.memory.as_dict()["stats"]
+        assert list(told) == [group.name for group in llm.model.groups]
+        for group in llm.model.groups:
+            facts = told[group.name]
+            assert (facts["kind"], facts["layers"]) == (group.kind, len(group.layers))
+            if group.kind == "recurrent":
+                held = [stats[f"{group.name} {part}"]["bytes_held"] for part in ("state", "log")]
+                assert [facts["state_bytes"], facts["log_bytes"]] == held
+                assert facts["bytes_per_sequence"] == sum(held)
+            else:
+                assert facts["bytes_per_token"] == stats[group.name]["bytes_per_token"]
+                assert facts.get("window") == group.window
+    assert f"layers {facts['layers']}, bytes_per" in run("show", str(folder)).stdout
+
+
+def test_show_tells_what_it_can_of_a_broken_model(tmp_path: Path) -> None:
+    folder = shutil.copytree(model_folder("lfm2", tmp_path), tmp_path / "broken")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 120}))
+    told = json.loads(run("show", str(folder), "--json").stdout)
+    assert told["layers"] == 5 and told["memory"].startswith("cannot be told: ")
 
 
 def test_list_and_help_know_every_command() -> None:

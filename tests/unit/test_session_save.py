@@ -25,6 +25,7 @@ from quire.errors import RequestError, SessionFileError
 from quire.weights.fingerprint import fingerprint
 from quire.weights.gguf import GGUF
 from tests import tiny
+from tests.model_folders import RANDOM, TRAINED, model_folder
 
 PROMPT = "The quick brown fox jumps over the lazy dog"
 REPO = Path(__file__).parent.parent.parent
@@ -75,10 +76,10 @@ def test_a_restart_in_the_middle_changes_nothing(variant: str, tmp_path: Path) -
         llm.memory.audit()
 
 
-@pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe", "tiny-window"])
-def test_a_restart_with_windows_experts_and_safetensors(name: str, saved: Path) -> None:
-    folder = REPO / "tests" / "data" / "models" / name
-    text = (folder.parent / "validation.txt").read_text()[:3000]
+@pytest.mark.parametrize("name", [*TRAINED, *RANDOM])
+def test_a_restart_with_every_kind_of_model(name: str, saved: Path, tmp_path: Path) -> None:
+    folder = model_folder(name, tmp_path)
+    text = (REPO / "tests" / "data" / "models" / "validation.txt").read_text()[:3000]
     with quire.load(folder) as llm, llm.session() as session:
         session.append(llm.encode(text)[:300])
         session.checkpoint("there")
