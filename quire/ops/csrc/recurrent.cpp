@@ -176,13 +176,16 @@ inline void walk_rows(const float* from, float* to, int dk, const Change<V>& las
                       Sums<V>& sk, Sums<V>& sq) {
     const int64_t block = int64_t(dk) * STATE_LANES;
     auto row = [&](int i, vf(&k_sum)[V], vf(&q_sum)[V]) {
+        auto at = [&](int v) { return v / BLOCK_VECTORS * block + i * STATE_LANES + v % BLOCK_VECTORS * LANES; };
+        // All loads before a store: blocks lie at equal offsets in their memory pages, and a load right behind such a
+        // store may be held up until the store is done.
+        vf a[V];
+        for (int v = 0; v < V; v++) a[v] = load(from + at(v));
         for (int v = 0; v < V; v++) {
-            const int64_t at = v / BLOCK_VECTORS * block + i * STATE_LANES + v % BLOCK_VECTORS * LANES;
-            vf a = load(from + at);
-            if constexpr (walk != Walk::look) a = fma(set1(last.k[i]), last.u[v], mul(last.alpha, a));
-            if constexpr (walk == Walk::change) store(to + at, a);
-            if constexpr (by_k) k_sum[v] = fma(set1(k[i]), a, k_sum[v]);
-            if constexpr (by_q) q_sum[v] = fma(set1(q[i]), a, q_sum[v]);
+            if constexpr (walk != Walk::look) a[v] = fma(set1(last.k[i]), last.u[v], mul(last.alpha, a[v]));
+            if constexpr (walk == Walk::change) store(to + at(v), a[v]);
+            if constexpr (by_k) k_sum[v] = fma(set1(k[i]), a[v], k_sum[v]);
+            if constexpr (by_q) q_sum[v] = fma(set1(q[i]), a[v], q_sum[v]);
         }
     };
     int i = 0;
