@@ -82,6 +82,17 @@ DeltaInputs = Callable[[Loader, str, DeltaShape], tuple[list[Rows], list[Rows]]]
 """The tensors that make [q | k | v | b | a] and z, in the layer whose names begin so."""
 
 
+@dataclass(frozen=True)
+class DeltaKind:
+    """What all delta nets of a file have in common."""
+
+    file: WeightFile
+    shape: DeltaShape
+    inputs: DeltaInputs
+    tiled: bool
+    """Whether value head h reads key head h % n_k, and not one that it shares with its next."""
+
+
 class GatedAttention:
     """A layer's attention; its queries and their gates are one tensor, head by head."""
 
@@ -92,8 +103,6 @@ class GatedAttention:
     ) -> None:
         self._ops, self._eps, self._place = ops, c.eps, place
         q, kv = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
-        if q > MAX_COLUMNS:
-            raise ModelError(f"{c.n_heads} heads of {c.head_dim} are more than any known model has")
         rows = np.arange(2 * q).reshape(c.n_heads, 2, c.head_dim)
         query, gate = ((f"{at}attn_q.weight", 2 * q, rows[:, i].ravel()) for i in (0, 1))
         k_v = (f"{at}attn_k.weight", kv), (f"{at}attn_v.weight", kv)
@@ -125,11 +134,11 @@ class DeltaNet:
     group = DELTA
 
     def __init__(
-        self, ops: Ops, c: DenseConfig, shape: DeltaShape, load: Loader, at: str, place: int,
-        inputs: DeltaInputs, tiled: bool,
-    ) -> None:  # fmt: skip
+        self, ops: Ops, c: DenseConfig, kind: DeltaKind, load: Loader, at: str, place: int
+    ) -> None:
+        shape = kind.shape
         self._ops, self._eps, self._place, self._dv = ops, c.eps, place, shape.dv
-        qkvba, z = inputs(load, at, shape)
+        qkvba, z = kind.inputs(load, at, shape)
         self._norm = load.vector((f"{at}attn_norm.weight", c.width))
         self._in = load.matrix(c.width, *qkvba)
         self._gate = load.matrix(c.width, *z)
@@ -139,9 +148,11 @@ class DeltaNet:
         ssm_a = load.array(f"{at}ssm_a", (shape.n_v,))
         dt_bias = load.array(f"{at}ssm_dt.bias", (shape.n_v,))
         if not np.all(ssm_a <= 0):
-            raise ModelError(f"{at}ssm_a must be rates of decay, which are never positive")
+            raise ModelError(
+                f"{kind.file.path}: {at}ssm_a must be rates of decay, which are never positive"
+            )
         self.layer = ops.delta_net(
-            shape.n_k, shape.n_v, shape.dk, shape.dv, conv, None, ssm_a, dt_bias, tiled
+            shape.n_k, shape.n_v, shape.dk, shape.dv, conv, None, ssm_a, dt_bias, kind.tiled
         )
 
     @property
@@ -174,16 +185,16 @@ class DeltaHybridModel:
         self._rope = ops.rope(c.rope)
         self.embedding = load.matrix(c.width, ("token_embd.weight", c.n_vocab))
         network = _networks(file, arch, c, load, ops)
-        shape, recurrent = DeltaShape.read(file, arch), recurrent_layers(file, arch, c.n_layers)
-        places = [int((recurrent[:i] == kind).sum()) for i, kind in enumerate(recurrent)]
+        kind = DeltaKind(file, DeltaShape.read(file, arch), inputs, tiled)
+        recurrent = recurrent_layers(file, arch, c.n_layers)
         self.layers: list[tuple[DeltaNet | GatedAttention, Network]] = []
-        for i, place in enumerate(places):
-            at = f"blk.{i}."
-            mixer: DeltaNet | GatedAttention
-            if recurrent[i]:
-                mixer = DeltaNet(ops, c, shape, load, at, place, inputs, tiled)
-            else:
-                mixer = GatedAttention(ops, c, load, at, place, type_k, type_v)
+        for i in range(c.n_layers):
+            at, place = f"blk.{i}.", int((recurrent[:i] == recurrent[i]).sum())
+            mixer = (
+                DeltaNet(ops, c, kind, load, at, place)
+                if recurrent[i]
+                else GatedAttention(ops, c, load, at, place, type_k, type_v)
+            )
             self.layers.append((mixer, network(at)))
         self.final_norm = load.vector(("output_norm.weight", c.width))
         self.output = self.embedding
@@ -248,6 +259,11 @@ def read_config(file: WeightFile, arch: str) -> DenseConfig:
     experts = file.get_int(f"{arch}.expert_count", default=0, minimum=0)
     ffn = "expert_feed_forward_length" if experts else "feed_forward_length"
     c = DenseConfig.read(file, arch, neox=True, ffn=ffn)
+    if c.n_heads * c.head_dim > MAX_COLUMNS:
+        raise ModelError(
+            f"{file.path}: {c.n_heads} heads of {c.head_dim} dimensions are more than the "
+            f"{MAX_COLUMNS} columns that any known model has"
+        )
     ahead = file.get_int(
         f"{arch}.nextn_predict_layers", default=0, minimum=0, maximum=c.n_layers - 1
     )
@@ -259,15 +275,12 @@ def recurrent_layers(file: WeightFile, arch: str, n_layers: int) -> NDArray[np.b
     key = f"{arch}.attention.recurrent_layers"
     flags = file.get_array(key, default=None)
     if flags is None:
-        most = 2**31 - 1
-        interval = file.get_int(
-            f"{arch}.full_attention_interval", default=INTERVAL, minimum=1, maximum=most
-        )
+        key = f"{arch}.full_attention_interval"
+        interval = file.get_int(key, default=INTERVAL, minimum=1, maximum=2**31 - 1)
         return all_but_every(interval, n_layers)
-    if len(flags) < n_layers:
-        raise ModelError(f"{file.path}: {key} has {len(flags)} entries for {n_layers} layers")
-    given: NDArray[np.bool_] = np.asarray(flags, np.bool_)[:n_layers]
-    return given
+    if not isinstance(flags, np.ndarray) or len(flags) < n_layers:
+        raise ModelError(f"{file.path}: {key} must have a flag for each of {n_layers} layers")
+    return np.asarray(flags[:n_layers], np.bool_)
 
 
 def all_but_every(interval: int, n_layers: int) -> NDArray[np.bool_]:

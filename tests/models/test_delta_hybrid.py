@@ -14,7 +14,7 @@ from quire.errors import ModelError
 from quire.models.registry import open_weights
 from tests.gguf_export import export
 from tests.gguf_writer import write_gguf
-from tests.models.test_golden import EXACT
+from tests.models.test_golden import EXACT, MODELS
 from tests.random_hybrids import EXPERTS, layer_types, settings, tensors, write
 
 IDS = [int(i) for i in np.random.default_rng(3).integers(0, 4096, 150)]
@@ -186,6 +186,26 @@ def test_inputs_together_by_key_head(times: int, tmp_path: Path) -> None:
         weights[f"blk.{i}.ssm_in.weight"] = stored[name]
     old = write_gguf(tmp_path / "old.gguf", facts, weights)
     assert np.array_equal(logits(old), logits(folder))
+
+
+# ---- in a conversation ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["tiny-hybrid", "tiny-hybrid35"])
+def test_a_second_turn_computes_only_what_is_new(name: str) -> None:
+    with quire.load(MODELS / name) as llm:
+        talk = [{"role": "user", "content": "What is a foo bar? Tell me at some length."}]
+        first = llm.chat(talk, max_tokens=40, temperature=0)
+        known = llm.chat_tokens(talk) + first.token_ids
+        talk.append({"role": "assistant", "content": first.text})
+        talk.append({"role": "user", "content": "And a baz?"})
+        prompt, before = llm.chat_tokens(talk), llm.engine.runner.tokens_run
+        assert prompt[: len(known)] == known
+        second = llm.chat(talk, max_tokens=1, temperature=0)
+        # The last token of an answer was chosen, but nothing was computed with it yet.
+        assert llm.engine.runner.tokens_run - before == len(prompt) - len(known) + 1
+        llm.forget()
+        assert llm.chat(talk, max_tokens=1, temperature=0).token_ids == second.token_ids
 
 
 # ---- less of a model, and none --------------------------------------------------------------
