@@ -45,8 +45,9 @@ def text_settings(config: HFConfig) -> HFConfig:
     """The settings of the text model, which those of a model that also sees hold inside."""
     if "text_config" not in config:
         return config
-    outer = {key: config.values[key] for key in ("tie_word_embeddings",) if key in config}
-    return HFConfig(config.path, outer | dict(config.section("text_config").values))
+    inner = {k: v for k, v in config.section("text_config").values.items() if v is not None}
+    tied = config.flag("tie_word_embeddings", default=False)  # said outside, inside or both
+    return HFConfig(config.path, {"tie_word_embeddings": tied, **inner})
 
 
 def delta_shape(text: HFConfig) -> DeltaShape:
