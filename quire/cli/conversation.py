@@ -88,13 +88,8 @@ class Conversation:
         known = branch.session.tokens
         both = min(len(known), len(tokens) - 1)
         same = next((i for i in range(both) if known[i] != tokens[i]), both)
-        try:
-            if same < len(known):
-                branch.session.rewind(same - len(known))
-        except RequestError:  # memory has nothing of that place any more
-            branch.session.close()
-            branch.session = self.llm.session()
-            same = 0
+        if same < len(known):
+            branch.session.rewind(same - len(known))
         return tokens[same:]
 
     def rewind(self, count: int) -> None:
