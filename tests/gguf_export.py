@@ -16,8 +16,8 @@ from tests.gguf_writer import Tensor, Typed, ValueType, write_gguf
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 # Tensors of more than one dimension that llama.cpp wants in float32.
 _FLOATS = (
-    "ffn_gate_inp.weight", "conv1d.weight", "shortconv.conv.weight", "ssm_a", "ssm_d",
-    "_norm.weight",
+    "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "conv1d.weight", "shortconv.conv.weight",
+    "ssm_a", "ssm_d", "_norm.weight",
 )  # fmt: skip
 
 
@@ -29,8 +29,23 @@ def export(folder: Path, path: Path, pre: str = "qwen2", exact: bool = False) ->
     with open_weights(folder) as file:
         metadata = {key: _value(value) for key, value in file.metadata.items()}
         metadata |= {"general.name": folder.name, **_vocabulary(folder, file, pre)}
+        metadata |= _only_llama_cpp_needs(file)
         tensors = {name: _tensor(file, name, exact) for name in file.tensors}
         return write_gguf(path, metadata, tensors)
+
+
+def _only_llama_cpp_needs(file: WeightFile) -> dict[str, Any]:
+    """Keys that are refused if missing, though they make no difference to text.
+
+    llama.cpp leaves unrotated what no section covers, so they are thirds of all there is, as
+    those of Qwen's own files are, whatever a folder says.
+    """
+    arch = file.get_str("general.architecture")
+    if not arch.startswith("qwen35"):
+        return {}
+    pairs = file.get_int(f"{arch}.rope.dimension_count") // 2
+    sections = [(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0]
+    return {f"{arch}.rope.dimension_sections": Typed(ValueType.INT32, sections)}
 
 
 def _value(value: Any) -> Any:

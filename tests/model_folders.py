@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tests import random_hybrids
 from tests.safetensors_writer import write_folder
 
 MODELS = Path(__file__).parent / "data" / "models"
@@ -106,8 +107,14 @@ def _write(folder: Path, config: dict[str, Any], tensors: dict[str, NDArray[np.f
     return folder
 
 
+def write_qwen3next(folder: Path) -> Path:
+    """Qwen3-Next with experts, as its real ones are."""
+    config = random_hybrids.settings("Qwen3Next", **random_hybrids.EXPERTS)
+    return random_hybrids.write(folder, config, random_hybrids.tensors(config))
+
+
 TRAINED = sorted(p.parent.name for p in MODELS.glob("*/golden.json"))
-RANDOM = {"lfm2": write_lfm2, "mamba2": write_mamba2}
+RANDOM = {"lfm2": write_lfm2, "mamba2": write_mamba2, "qwen3next": write_qwen3next}
 
 
 def model_folder(name: str, scratch: Path) -> Path:

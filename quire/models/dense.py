@@ -112,10 +112,12 @@ class Network(Protocol):
 class GatedNetwork:
     """down(silu(gate(x)) * up(x)); gate and up are one matrix."""
 
-    def __init__(self, ops: Ops, config: DenseConfig, load: Loader, at: str) -> None:
+    def __init__(
+        self, ops: Ops, config: DenseConfig, load: Loader, at: str, norm: str = "ffn_norm"
+    ) -> None:
         self._ops, self._eps = ops, config.eps
         width, ffn = config.width, config.ffn_width
-        self._norm = load.vector((f"{at}ffn_norm.weight", width))
+        self._norm = load.vector((f"{at}{norm}.weight", width))
         gate_up = ((f"{at}ffn_gate.weight", ffn), (f"{at}ffn_up.weight", ffn))
         self._gate_up = load.matrix(width, *gate_up)
         self._down = load.matrix(ffn, (f"{at}ffn_down.weight", width))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from quire.errors import ModelError
 from quire.models.loader import Loader
-from quire.ops import Array, Ops
+from quire.ops import SILU_MUL, Array, Ops
 from quire.weights.file import WeightFile
 
 
@@ -39,11 +39,11 @@ class ExpertNetwork:
 
     def __init__(
         self, ops: Ops, config: ExpertsConfig, load: Loader, at: str,
-        width: int, ffn: int, eps: float,
+        width: int, ffn: int, eps: float, norm: str = "ffn_norm",
     ) -> None:  # fmt: skip
         self._ops, self._config, self._eps = ops, config, eps
         n = config.count
-        self._norm = load.vector((f"{at}ffn_norm.weight", width))
+        self._norm = load.vector((f"{at}{norm}.weight", width))
         self._router = load.matrix(width, (f"{at}ffn_gate_inp.weight", n), exact=True)
         fused = f"{at}ffn_gate_up_exps.weight"
         if load.has(fused):
@@ -65,3 +65,32 @@ class ExpertNetwork:
             x, self._router, self._gate_up, self._down, c.used, norm=self._norm, eps=self._eps,
             normalize=c.normalize, scale=c.scale, into=x,
         )  # fmt: skip
+
+
+class SharedExpertNetwork(ExpertNetwork):
+    """Experts, and one more network that every token goes through, gated by a number per token."""
+
+    def __init__(
+        self, ops: Ops, config: ExpertsConfig, load: Loader, at: str,
+        width: int, ffn: int, eps: float, shared: int, norm: str = "ffn_norm",
+    ) -> None:  # fmt: skip
+        super().__init__(ops, config, load, at, width, ffn, eps, norm)
+        gate_up = ((f"{at}ffn_gate_shexp.weight", shared), (f"{at}ffn_up_shexp.weight", shared))
+        self._shared_gate_up = load.matrix(width, *gate_up)
+        self._shared_down = load.matrix(shared, (f"{at}ffn_down_shexp.weight", width))
+        self._share = load.matrix(width, (f"{at}ffn_gate_inp_shexp.weight", 1), exact=True)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the matrices hold."""
+        own = (self._shared_gate_up, self._shared_down, self._share)
+        return super().nbytes + int(sum(m.nbytes for m in own))
+
+    def add_to(self, x: Array) -> None:
+        """x += what the experts and the shared one make of it."""
+        ops = self._ops
+        gate_up = ops.linear(x, self._shared_gate_up, self._norm, self._eps)
+        y = ops.linear(gate_up, self._shared_down, act=SILU_MUL)
+        share = ops.linear(x, self._share, self._norm, self._eps)
+        super().add_to(x)
+        ops.add_gated(x, y, share)

@@ -29,10 +29,12 @@ class Extent:
 
     @classmethod
     def of(cls, file: WeightFile) -> Extent:
-        """What a file says."""
+        """What a file says; layers that guess tokens ahead (nextn) do not count."""
         arch = file.get_str("general.architecture")
+        blocks = file.get_int(f"{arch}.block_count", minimum=1)
+        ahead = file.get_int(f"{arch}.nextn_predict_layers", default=0, minimum=0)
         return cls(
-            file.get_int(f"{arch}.block_count", minimum=1),
+            blocks - min(ahead, blocks - 1),
             file.get_int(f"{arch}.expert_used_count", default=0, minimum=0),
         )
 
@@ -44,8 +46,9 @@ def limited(file: WeightFile, n_layer_exit: int | None, moe_n_expert: int | None
     changed: dict[str, Value] = {}
     if n_layer_exit is not None:
         _check("n_layer_exit", n_layer_exit, has.layers, f"{file.path} has {has.layers} layers")
-        changed[f"{arch}.block_count"] = n_layer_exit
-        changed |= {key: value[:n_layer_exit] for key, value in _by_layer(file, arch, has.layers)}
+        blocks = file.get_int(f"{arch}.block_count", minimum=1)
+        changed |= {key: value[:n_layer_exit] for key, value in _by_layer(file, arch, blocks)}
+        changed |= {f"{arch}.block_count": n_layer_exit, f"{arch}.nextn_predict_layers": 0}
     if moe_n_expert is not None:
         if not has.experts:
             raise RequestError(

@@ -7,10 +7,12 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.weights.file import REQUIRED, Required
 from quire.weights.gguf_format import Value
-from quire.weights.naming import Change, HFConfig, Naming, Source, one
+from quire.weights.naming import Change, HFConfig, Naming, Source, one, stack
 
 MAX_LAYERS = 4096
+MAX_EXPERTS = 65536  # of all layers: each gets names, before it is known whether it is there
 MAX_HEAD_DIM = 8192
 
 
@@ -44,13 +46,13 @@ def metadata(config: HFConfig, arch: str) -> dict[str, Value]:
 
 
 def rope_of(
-    config: HFConfig, arch: str, usual_base: float
+    config: HFConfig, arch: str, usual_base: float, usual_share: float = 1.0
 ) -> tuple[dict[str, Value], dict[str, NDArray[np.float32]]]:
     """The one rotary embedding of a decoder; transformers 4 spread it over several keys."""
     old = "rope_parameters" not in config
     section = config.section("rope_scaling" if old else "rope_parameters")
     first = config if old else section
-    share = first.number("partial_rotary_factor", default=1.0, least=0.0, most=1.0)
+    share = first.number("partial_rotary_factor", usual_share, least=0.0, most=1.0)
     base = first.number("rope_theta", default=usual_base)
     return rope(section, arch, int(head_dim(config) * share), base)
 
@@ -95,9 +97,12 @@ def _llama3_factors(section: HFConfig, base: float, n_rot: int) -> NDArray[np.fl
 
 
 def decoder(
-    config: HFConfig, arch: str, layer: dict[str, str], changes: dict[str, Change] | None = None
+    config: HFConfig, arch: str, layer: dict[str, str], changes: dict[str, Change] | None = None,
+    rotated: float = 1.0,
 ) -> Naming:  # fmt: skip
     """A plain decoder; `layer` maps GGUF's names within a layer to the folder's.
+
+    `rotated` is the share of a head that is rotated if the folder does not say.
 
     One with a window, in all layers or some, is run without it and gets a context no longer than
     the window: up to there both are the same.
@@ -108,7 +113,7 @@ def decoder(
         context = f"{arch}.context_length"
         window = config.whole("sliding_window")
         facts[context] = min(config.whole("max_position_embeddings"), window)
-    keys, made = rope_of(config, arch, 10000.0)
+    keys, made = rope_of(config, arch, 10000.0, rotated)
     tied = config.flag("tie_word_embeddings", default=False)
     return Naming(facts | keys, tensors(config, layer, changes, tied), made, not_needed(tied))
 
@@ -128,6 +133,24 @@ def tensors(
         for name, stored in layer.items():
             out[f"blk.{i}.{name}"] = one(f"model.layers.{i}.{stored}", changes.get(name))
     return out
+
+
+def expert_count(config: HFConfig, default: int | Required = REQUIRED) -> int:
+    """How many experts a layer has; with a default of 0, none are fine as well."""
+    key = "num_local_experts" if "num_local_experts" in config else "num_experts"
+    least = 0 if default == 0 else 1
+    return config.whole(key, default, least, maximum=MAX_EXPERTS // layers(config))
+
+
+def expert_stacks(config: HFConfig, count: int) -> dict[str, Source]:
+    """Experts that are stored one by one, as stacks, in every layer."""
+    return {
+        f"blk.{i}.ffn_{name}_exps.weight": stack(
+            f"model.layers.{i}.mlp.experts.{e}.{name}_proj.weight" for e in range(count)
+        )
+        for i in range(layers(config))
+        for name in ("gate", "up", "down")
+    }
 
 
 def not_needed(tied: bool) -> tuple[str, ...]:

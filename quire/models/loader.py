@@ -15,11 +15,11 @@ from quire.weights.file import TensorFacts, WeightFile
 from quire.weights.quant import GGMLType, dequantize, quantize_q4_0, quantize_q8_0
 
 ProgressFn = Callable[[int, int], None]
-Rows = tuple[str, int] | tuple[str, int, slice]
+Rows = tuple[str, int] | tuple[str, int, slice | NDArray[np.intp]]
 """A tensor's name, the rows it must have, and which of them are meant if not all.
 
-A tensor of more than two dimensions has as many rows as all but its last hold together: experts
-[n, rows, cols] are n * rows rows."""
+A tensor has as many rows as all its dimensions but the last hold together: experts [n, rows, cols]
+are n * rows rows, and a single dimension is one row."""
 
 QUANTIZE: Final = ("q8_0", "q4_0")
 """What matrices of floats can be turned into while they are loaded."""
@@ -68,7 +68,7 @@ class TensorCheck:
         """Checks each part; there is no matrix yet."""
         for name, rows, *_ in parts:
             tensor = self._file.tensors.get(name)
-            if tensor is not None and len(tensor.shape) > 2 and _flat(tensor) == (rows, cols):
+            if tensor is not None and tensor.shape and _flat(tensor) == (rows, cols):
                 self.nbytes += tensor.nbytes
             else:
                 self._check(name, (rows, cols))

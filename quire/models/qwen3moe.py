@@ -11,7 +11,7 @@ from quire.models.loader import Loader
 from quire.ops import Ops
 from quire.weights.file import WeightFile
 from quire.weights.gguf_format import Value
-from quire.weights.naming import HFConfig, Naming, stack
+from quire.weights.naming import HFConfig, Naming
 
 
 def build(file: WeightFile, load: Loader, ops: Ops, type_k: str, type_v: str) -> DenseModel:
@@ -25,7 +25,6 @@ def build(file: WeightFile, load: Loader, ops: Ops, type_k: str, type_v: str) ->
     return DenseModel(c, load, ops, type_k, type_v, qk_norm=True, network=network)
 
 
-_MOST_EXPERTS = 65536  # of all layers: each gets names, before it is known whether it is there
 _ROUTER = {
     "ffn_norm.weight": "post_attention_layernorm.weight",
     "ffn_gate_inp.weight": "mlp.gate.weight",
@@ -39,21 +38,13 @@ def from_hf(config: HFConfig) -> Naming:
     """
     config.expect("mlp_only_layers", [], default=[])
     config.expect("decoder_sparse_step", 1, default=1)
-    layers = hf.layers(config)
-    key = "num_local_experts" if "num_local_experts" in config else "num_experts"
-    count = config.whole(key, maximum=_MOST_EXPERTS // layers)
+    count = hf.expert_count(config)
     facts: dict[str, Value] = {
         "qwen3moe.expert_count": count,
         "qwen3moe.expert_used_count": config.whole("num_experts_per_tok"),
         "qwen3moe.expert_feed_forward_length": config.whole("moe_intermediate_size"),
         "qwen3moe.expert_weights_norm": config.flag("norm_topk_prob", default=False),
     }
-    stacks = {
-        f"blk.{i}.ffn_{name}_exps.weight": stack(
-            f"model.layers.{i}.mlp.experts.{e}.{name}_proj.weight" for e in range(count)
-        )
-        for i in range(layers)
-        for name in ("gate", "up", "down")
-    }
+    stacks = hf.expert_stacks(config, count)
     plain = hf.decoder(config, "qwen3moe", hf.ATTENTION | hf.QK_NORM | _ROUTER)
     return replace(plain, metadata=plain.metadata | facts, tensors=plain.tensors | stacks)

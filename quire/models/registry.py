@@ -28,7 +28,13 @@ _ARCHITECTURES: Final[dict[str, tuple[str, ...]]] = {
     "mamba2": ("Mamba2ForCausalLM", "mamba2"),
     "lfm2": ("Lfm2ForCausalLM", "lfm2"),
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
-}
+    "qwen3next": ("Qwen3NextForCausalLM", "qwen3_next"),
+    "qwen35": ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration", "qwen3_5_text", "qwen3_5"),
+    "qwen35moe": (
+        "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text",
+        "qwen3_5_moe",
+    ),
+}  # fmt: skip
 
 
 class Model(Protocol):

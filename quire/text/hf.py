@@ -73,7 +73,7 @@ class HFEncoder:
         if self.eos is not None:
             ends.add(self.eos)
         for name in ("config.json", "generation_config.json"):
-            named = _read(folder / name).get("eos_token_id")
+            named = _settings(folder / name).get("eos_token_id")
             for id in named if isinstance(named, list) else [named]:
                 if isinstance(id, int):
                     if not 0 <= id < self.n_vocab:
@@ -87,8 +87,17 @@ class HFEncoder:
 
 def _n_vocab(folder: Path, n_tokens: int) -> int:
     """As many tokens as the model has outputs for, which is often more than there are."""
-    size = _read(folder / "config.json").get("vocab_size")
+    size = _settings(folder / "config.json").get("vocab_size")
     return size if isinstance(size, int) and size > 0 else n_tokens
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    """What a file says of the text model, which one that also sees holds inside."""
+    outer = _read(path)
+    inner = outer.get("text_config")
+    if not isinstance(inner, dict):
+        return outer
+    return {**inner, **{key: value for key, value in outer.items() if value is not None}}
 
 
 def _load(folder: Path) -> Any:

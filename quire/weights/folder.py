@@ -46,10 +46,15 @@ class Folder(WeightFile):
         self._naming = naming
         self._shards = shards
         self._shard_of = {name: shard for shard in shards for name in shard.tensors}
+        self._sources = {
+            name: source
+            for sources in (naming.otherwise, naming.tensors)
+            for name, source in sources.items()
+            if any(stored in self._shard_of for stored in source.names)
+        }
         self._check_use()
         self.tensors = MappingProxyType(
-            {name: self._seen(source) for name, source in naming.tensors.items()
-             if any(stored in self._shard_of for stored in source.names)}
+            {name: self._seen(source) for name, source in self._sources.items()}
             | {name: SeenTensor(GGMLType.F32, values.shape, values.nbytes)
                for name, values in naming.made.items()}
         )  # fmt: skip
@@ -90,7 +95,7 @@ class Folder(WeightFile):
     def _source(self, name: str) -> Source:
         if name not in self.tensors:
             raise SafetensorsError(f"{self.path}: there is no tensor {quote(name)}")
-        return self._naming.tensors[name]
+        return self._sources[name]
 
     def _elements(self, stored: str, values: bool) -> NDArray[Any]:
         """A stored tensor's values in float32, or its elements as they are."""
@@ -136,11 +141,14 @@ class Folder(WeightFile):
 
     def _check_use(self) -> None:
         """Every stored tensor must have its place: what is left over changes what is computed."""
-        used = {name for source in self._naming.tensors.values() for name in source.names}
+        naming = self._naming
+        used = {name for source in self._sources.values() for name in source.names}
         left = [
             name
             for name in self._shard_of
-            if name not in used and not name.endswith(self._naming.ignored)
+            if name not in used
+            and not name.endswith(naming.ignored)
+            and not name.startswith(naming.left_out)
         ]
         if left:
             arch = self.metadata["general.architecture"]

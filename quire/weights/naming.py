@@ -59,6 +59,10 @@ class Naming:
     """Tensors that follow from the settings."""
     ignored: tuple[str, ...] = ()
     """Endings of the names of stored tensors that a model does not need."""
+    left_out: tuple[str, ...] = ()
+    """Beginnings of the names of those that belong to parts which are not run."""
+    otherwise: Mapping[str, Source] = field(default_factory=dict)
+    """Where to look instead, by GGUF's name, if a tensor's own source is not stored."""
 
 
 Namer = Callable[["HFConfig"], Naming]

@@ -43,6 +43,8 @@ def test_converted_mamba_norms_each_group_by_itself(tmp_path: Path) -> None:
 def test_llama_cpp_agrees(name: str, tmp_path: Path) -> None:
     """In float32 on both sides; only that llama.cpp looks gelu up in a table of 16 bits."""
     llama_cpp = pytest.importorskip("llama_cpp")
+    if name == "tiny-hybrid":
+        pytest.skip("llama.cpp runs Qwen3-Next with experts only; test_delta_hybrid has one")
     path = export(model_folder(name, tmp_path), tmp_path / "model.gguf", exact=True)
     peer = llama_cpp.Llama(
         str(path), n_ctx=512, n_batch=512, logits_all=True, type_k=0, type_v=0, verbose=False
