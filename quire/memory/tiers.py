@@ -188,6 +188,8 @@ class DiskTier(Tier):
 
     def _take(self, n_bytes: int) -> int:
         """The first part of the file that is free and large enough."""
+        if n_bytes == 0:
+            return 0
         for i, (offset, size) in enumerate(self._free):
             if size >= n_bytes:
                 self._free[i : i + 1] = [(offset + n_bytes, size - n_bytes)] * (size > n_bytes)
@@ -196,7 +198,7 @@ class DiskTier(Tier):
 
     def _give(self, offset: int, n_bytes: int) -> None:
         joined: list[tuple[int, int]] = []
-        for start, size in sorted([*self._free, (offset, n_bytes)]):
+        for start, size in sorted([*self._free, *[(offset, n_bytes)] * (n_bytes > 0)]):
             if joined and joined[-1][0] + joined[-1][1] == start:
                 joined[-1] = (joined[-1][0], joined[-1][1] + size)
             else:

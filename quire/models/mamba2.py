@@ -248,7 +248,10 @@ def from_hf(config: HFConfig) -> Naming:
 
 
 def _limits(config: HFConfig) -> dict[str, Value]:
-    """Limits of the time step, where there are any; infinity has several spellings in JSON."""
+    """Limits of the time step, where there are any, under keys of Quire's own: GGUF has none.
+
+    Infinity has several spellings in JSON.
+    """
     found = config.values.get("time_step_limit") or [0.0, math.inf]
     infinite = (math.inf, "Infinity", {"__float__": "Infinity"})
     limits = [math.inf if x in infinite else x for x in found] if isinstance(found, list) else []

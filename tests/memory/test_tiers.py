@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -27,6 +27,7 @@ def pages(n: int, seed: int) -> list[NDArray[np.uint8]]:
 
 
 @pytest.mark.parametrize("kind", sorted(MAKERS))
+@example(steps=[(True, 0, 0), (True, 5, 0), (True, 3, 0), (False, 0, 0), (False, 0, 0)])
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 700), st.integers(0, 99)), max_size=30))
 def test_whatever_stays_stays_the_same(
