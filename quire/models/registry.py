@@ -99,12 +99,11 @@ def load_model(
     quantize: str | None = None,
 ) -> Model:  # fmt: skip
     """Builds twice: first to check every tensor, so that all faults are told at once."""
-    module = _module(architecture_of(file))
     check = TensorCheck(file)
-    module.build(file, check, ops, type_k, type_v)
+    _build(file, check, ops, type_k, type_v)
     check.raise_faults()
     load = TensorLoader(file, ops, check.nbytes, progress, quantize)
-    return module.build(file, load, ops, type_k, type_v)
+    return _build(file, load, ops, type_k, type_v)
 
 
 def declared_groups(
@@ -112,9 +111,16 @@ def declared_groups(
 ) -> tuple[GroupSpec | RecurrentSpec, ...]:
     """The groups of memory that a file's model declares, without loading its weights."""
     check = TensorCheck(file)
-    groups = _module(architecture_of(file)).build(file, check, ops, type_k, type_v).groups
+    groups = _build(file, check, ops, type_k, type_v).groups
     check.raise_faults()
     return groups
+
+
+def _build(file: WeightFile, load: Loader, ops: Ops, type_k: str, type_v: str) -> Model:
+    try:
+        return _module(architecture_of(file)).build(file, load, ops, type_k, type_v)
+    except ValueError as error:  # sizes and values that the kernels cannot work with
+        raise ModelError(f"{file.path}: {error}") from error
 
 
 def _module(name: str) -> Architecture:

@@ -108,3 +108,9 @@ def test_bad_hyperparameters_are_named(tmp_path: Path, key: str, value: object) 
     named = key.rsplit(".", 1)[-1] if key != "tokenizer.ggml.tokens" else "token"
     assert named in str(caught.value) or str(value) in str(caught.value)
     assert "bad.gguf" in str(caught.value)
+
+
+def test_what_kernels_refuse_is_an_error_of_the_model(tmp_path: Path) -> None:
+    tiny.write(tmp_path / "odd.gguf", tiny.Tiny(head_dim=48, width=192))
+    with pytest.raises(ModelError, match=r"odd\.gguf.*48 of K as q8_0 must be a multiple of 32"):
+        quire.load(tmp_path / "odd.gguf", type_k="q8_0")
