@@ -17,7 +17,7 @@ from quire.session_file import Mark, save_session
 from quire.types import Completion, Constraint, Request, Sampling, SamplingFields
 
 if TYPE_CHECKING:
-    from quire.llm import LLM, Stream
+    from quire.llm import LLM, Speculate, Stream
 
 
 class Session:
@@ -59,13 +59,16 @@ class Session:
         return self
 
     def generate(
-        self, sampling: Sampling | None = None, *, stop: str | Seq[str] = (),
-        constraint: Constraint | None = None, **fields: Unpack[SamplingFields],
+        self, sampling: Sampling | None = None, *, speculate: Speculate = None,
+        stop: str | Seq[str] = (), constraint: Constraint | None = None,
+        **fields: Unpack[SamplingFields],
     ) -> Completion:  # fmt: skip
         """Goes on from here; what it makes becomes part of the session."""
         sequence = self._live()
         chosen = (sampling or Sampling()).replace(**fields)
-        job = self._llm.new_job(sequence, Request((), chosen, constraint), stop, keep=True)
+        drafts = self._llm.speculator(speculate)
+        request = Request((), chosen, constraint, speculate=drafts)
+        job = self._llm.new_job(sequence, request, stop, keep=True)
         try:
             self._llm.jobs.finish([job])
         finally:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from time import perf_counter
 from typing import Any
 
-import numpy as np
-
 from quire.engine.scheduler import Plan
 from quire.memory.interface import Lease, PageView
 from quire.memory.state_layout import StateView
@@ -27,10 +25,9 @@ class Runner:
         self.tokens_run = 0  # through the layers, so far
 
     def forward(self, plan: Plan, lease: Lease) -> Array:
-        """Logits after the last token of each sequence that reaches its end in this step."""
+        """Logits of the rows that the plan wants."""
         start = perf_counter()
-        last_rows = np.cumsum([e.count for e in plan.entries], dtype=np.int32) - 1
-        logits = self.forward_rows(lease, last_rows[[e.ends for e in plan.entries]])
+        logits = self.forward_rows(lease, plan.wanted_rows())
         if len(lease.tokens) >= _PROMPT:
             now = (perf_counter() - start) / len(lease.tokens)
             self.seconds_per_token = (self.seconds_per_token or now) * 0.7 + now * 0.3
