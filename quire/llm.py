@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Unpack, overload
+from typing import Any, TypeAlias, Unpack, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ from quire.engine.runner import Runner
 from quire.engine.sequence import Sequence
 from quire.errors import RequestError
 from quire.jobs import Job, JobRunner
-from quire.memory.budget import Budget
+from quire.memory.budget import Budget, Share
 from quire.memory.build import build_memory
 from quire.memory.prefix import PrefixIndex
 from quire.memory.tiers import DiskTier, Tiers
@@ -33,7 +33,7 @@ from quire.ops.cpu import CpuOps
 from quire.report import MemoryReport
 from quire.session import Session
 from quire.session_file import open_session
-from quire.speculate import by_name
+from quire.speculate import DraftModel, by_name
 from quire.speculate.interface import Speculator
 from quire.text.detokenize import Detokenizer
 from quire.text.template import ChatTemplate
@@ -45,7 +45,7 @@ from quire.weights.fingerprint import fingerprint
 
 Prompt = str | Seq[int]
 """Text, or token ids that are taken as they are."""
-Speculate = str | Speculator | None
+Speculate: TypeAlias = "str | LLM | Speculator | None"
 """Who drafts: a name of `quire.speculate.NAMES`, a smaller model, or a configured object."""
 
 
@@ -53,12 +53,13 @@ class LLM:
     """A loaded model. Made by `quire.load`; a context manager that gives everything back."""
 
     def __init__(
-        self, path: Path, settings: config.LoadConfig, progress: ProgressFn | None = None
-    ) -> None:
+        self, path: Path, settings: config.LoadConfig, budget: Budget,
+        progress: ProgressFn | None = None,
+    ) -> None:  # fmt: skip
         started = time.perf_counter()
         self.path = path
         self.settings = settings
-        self.budget = Budget(settings.budget_bytes())
+        self.budget = budget
         self.ops = CpuOps(settings.thread_count(), exact=settings.activations == "f32")
         with open_weights(path) as file:
             self.architecture = architecture_of(file)
@@ -215,6 +216,7 @@ class LLM:
         """Gives back everything that is held."""
         self.engine.prefix.index.close()
         self.engine.memory.close()
+        self.budget.release(self.model.weight_bytes, "weights")
         self.engine.tiers.close()
 
     def __enter__(self) -> LLM:
@@ -243,6 +245,8 @@ class LLM:
 
     def speculator(self, speculate: Speculate) -> Speculator | None:
         """Who drafts: by name, a loaded model, or as it is configured."""
+        if isinstance(speculate, LLM):
+            return DraftModel(speculate)
         return by_name(speculate) if isinstance(speculate, str) else speculate
 
     def tokens_of(self, prompt: Prompt, add_special: bool = True) -> list[int]:
@@ -293,18 +297,24 @@ class Stream:
 
 
 def load(
-    model: str | Path = "smollm2", *, progress: ProgressFn | None = None, **settings: Any
-) -> LLM:
+    model: str | Path = "smollm2", *, progress: ProgressFn | None = None,
+    beside: LLM | None = None, **settings: Any,
+) -> LLM:  # fmt: skip
     """Loads a model: an alias, a .gguf file, a folder of safetensors, or `hf:owner/repo/file`.
 
-    The settings are the fields of `quire.config.LoadConfig`.
+    The settings are the fields of `quire.config.LoadConfig`. With `beside` it takes its memory
+    from the budget of a model that is loaded already, which it may draft for.
     """
+    if beside and settings.get("memory_budget") is not None:
+        raise RequestError("beside takes another model's budget; leave memory_budget out")
     known = config.LoadConfig.__dataclass_fields__
     unknown = sorted(set(settings) - set(known))
     if unknown:
         raise RequestError(f"load has no {', '.join(unknown)}; there are {', '.join(known)}")
     chosen = config.LoadConfig(**settings)
-    return LLM(pull.resolve(str(model), config.cache_folder(), progress), chosen, progress)
+    path = pull.resolve(str(model), config.cache_folder(), progress)
+    budget = Share(beside.budget, path.name) if beside else Budget(chosen.budget_bytes())
+    return LLM(path, chosen, budget, progress)
 
 
 def _tokenizer(file: WeightFile) -> Tokenizer:

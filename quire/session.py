@@ -76,12 +76,15 @@ class Session:
         return job.completion(self._llm.load_s, self._llm.extent)
 
     def stream(
-        self, sampling: Sampling | None = None, *, stop: str | Seq[str] = (),
-        constraint: Constraint | None = None, **fields: Unpack[SamplingFields],
+        self, sampling: Sampling | None = None, *, speculate: Speculate = None,
+        stop: str | Seq[str] = (), constraint: Constraint | None = None,
+        **fields: Unpack[SamplingFields],
     ) -> Stream:  # fmt: skip
         """`generate` piece by piece; what came until it is closed stays part of the session."""
         chosen = (sampling or Sampling()).replace(**fields)
-        return self._llm.stream_job(self._live(), Request((), chosen, constraint), stop)
+        drafts = self._llm.speculator(speculate)
+        request = Request((), chosen, constraint, speculate=drafts)
+        return self._llm.stream_job(self._live(), request, stop)
 
     def logits(self) -> NDArray[np.float32]:
         """Logits after the last token."""

@@ -16,6 +16,7 @@ from quire.engine.sampling import make_sampler
 from quire.engine.scheduler import Scheduler
 from quire.engine.sequence import Accepted, Ends, Generation, Sequence
 from quire.errors import BudgetError, ContextError, RequestError
+from quire.memory.budget import Budget
 from quire.memory.interface import Memory, SeqTokens, Status
 from quire.memory.tiers import Tiers
 from quire.speculate.drafting import Drafting
@@ -40,8 +41,9 @@ class Engine:
         self.tiers = tiers
         self._sequences: dict[int, Sequence] = {}
         self.room = MakeRoom(
-            memory, tiers, prefix, self._idle_sequences, lambda: runner.seconds_per_token
-        )
+            memory, tiers, prefix, self._idle_sequences, lambda: runner.seconds_per_token,
+            lambda: self.drafting.give_way(),
+        )  # fmt: skip
         self.end_ids = frozenset(end_ids)
         self.scheduler = Scheduler(max_tokens, self.room)
         self.drafting = Drafting(memory, self.room)
@@ -191,6 +193,11 @@ class Engine:
         sequence.computed, sequence.logits = computed, None
         sequence.moved, sequence.parked = moved, False
         self.prefix.track(sequence)
+
+    @property
+    def budget(self) -> Budget:
+        """What its memory is taken from."""
+        return self.prefix.budget
 
     @property
     def sources(self) -> dict[object, Source]:

@@ -21,7 +21,7 @@ class PrefixCache:
 
     def __init__(self, index: PrefixIndex, budget: Budget) -> None:
         self.index = index
-        self._budget = budget
+        self.budget = budget
 
     def enter(self, sequence: Sequence, others: Iterable[Sequence]) -> None:
         """A new sequence takes what is known of its prompt, or waits for who is computing it.
@@ -105,7 +105,7 @@ class PrefixCache:
     def _insert(self, sequence: Sequence, pin: bool = False, ttl_s: float | None = None) -> None:
         computed = sequence.tokens[: sequence.computed]
         self.index.insert(sequence.id, computed, sequence.salt, pin, ttl_s)
-        while self._budget.free < self._budget.limit // 2 and self.index.evict_one():
+        while self.budget.free < self.budget.limit // 2 and self.index.evict_one():
             pass
 
 

@@ -90,7 +90,9 @@ class Plan:
             if entry.ends:
                 rows += range(at - 1, at + len(entry.draft))
             at += len(entry.draft)
-        rows += range(at, at + sum(len(b.tokens) for b in self.branches))
+        for branch in self.branches:
+            at += len(branch.tokens)
+            rows += [at - 1] if branch.guess else range(at - len(branch.tokens), at)
         return np.array(rows, np.int32)
 
 

@@ -152,6 +152,8 @@ class Accepted:
     """Tokens of the draft that were computed."""
     branch: int | None = None
     """The fork that holds the tokens that were right, where it is not the sequence itself."""
+    guesses: list[int] = field(default_factory=list)
+    """What follows each of its branches that are no drafts."""
 
     @property
     def agreed(self) -> int:

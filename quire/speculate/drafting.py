@@ -80,18 +80,21 @@ class Round:
             return
         ending = sum(entry.ends for entry in self.plan.entries)
         choices = [
-            Choice(o.odds, o.most, o.source.seconds_per_token, o.source.seconds_at_all, o.source)
+            Choice(
+                o.odds, o.most, o.source.seconds_per_token, o.source.seconds_at_all, o.source,
+                o.extra,
+            )
             for _, o in offers
-        ]
+        ]  # fmt: skip
         n_tokens = self.plan.n_tokens
         chosen = lengths(choices, n_tokens, ending, self._drafting.costs)
         room = max(MOST_TOKENS - n_tokens, 0)
         wanted: list[Wanted] = []
         for (entry, offer), n in zip(offers, chosen, strict=True):
-            n = min(n, room)
+            n = min(n, room - offer.extra)
             if n > 0:
                 wanted.append(Wanted(entry.sequence, offer, n))
-                room -= n
+                room -= n + offer.extra
         self._propose(wanted)
 
     def _offers(self, entry: Entry, drafter: Drafter) -> list[Offer]:
@@ -106,7 +109,7 @@ class Round:
     def _propose(self, wanted: list[Wanted]) -> None:
         """Has the drafts made, and takes those that fit; nobody gives way for a draft."""
         while wanted and not self._fits(wanted):
-            if not self._drafting.room.evict_one():
+            if not self._drafting.room.evict_cached():
                 return
         drafts: dict[Sequence, Draft] = {}
         exit_after = 0

@@ -11,8 +11,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from quire.engine.constrain import Constrainer
 from quire.engine.runner import Runner
 from quire.engine.sequence import Accepted, Sequence
+from quire.memory.budget import Budget
 from quire.memory.interface import Memory
 from quire.speculate.odds import Odds
 
@@ -25,6 +27,11 @@ class Target(Protocol):
 
     runner: Runner
     memory: Memory
+    constrainer: Constrainer
+
+    @property
+    def budget(self) -> Budget:
+        """What its memory is taken from."""
 
     @property
     def sources(self) -> dict[object, Source]:
@@ -51,6 +58,10 @@ class Offer:
     odds: Odds
     tokens: tuple[int, ...] = ()
     """Those who know what they will say, say it here."""
+    extra: int = 0
+    """Tokens that have to be computed besides the draft."""
+    drafter: Drafter | None = None
+    """Who offers, for sources that ask back."""
 
 
 @dataclass(frozen=True)

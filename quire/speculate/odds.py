@@ -28,15 +28,11 @@ class Odds:
         self._rest = 0  # steps since the last draft
         self._probe_after = _FIRST_PROBE
 
-    def chance(self, place: int) -> float:
-        """Of the token at a place, given those before; less certain ones lean on their elders."""
-        chance = self._start
-        for right, tried in zip(self._right[: place + 1], self._tried, strict=False):
-            chance = (right + _WEIGHT * chance) / (tried + _WEIGHT)
-        return chance
-
     def reach(self, most: int) -> list[float]:
-        """The chance that the first 1, 2, … `most` tokens are all right."""
+        """The chance that the first 1, 2, … `most` tokens are all right.
+
+        A place that was tried seldom leans on the one before it.
+        """
         out: list[float] = []
         whole, chance = 1.0, self._start
         for place in range(most):
@@ -57,14 +53,20 @@ class Odds:
             self._tried[place] = self._tried[place] * _FADE + 1
         self._rest = 0
         if right:
-            self._probe_after = _FIRST_PROBE
-        else:
-            self._probe_after = min(2 * self._probe_after, _LAST_PROBE)
+            self._probe_after = max(self._probe_after // 2, _FIRST_PROBE)
 
     def rested(self) -> bool:
         """A step goes without a draft of this kind; True where it is time to try one again."""
         self._rest += 1
-        return self._rest > self._probe_after
+        if self._rest <= self._probe_after:
+            return False
+        self._rest, self._probe_after = 0, min(2 * self._probe_after, _LAST_PROBE)
+        return True
+
+
+def smooth(before: float, now: float) -> float:
+    """A measured time that leans on earlier ones; 0 stands for none."""
+    return (before or now) * 0.8 + now * 0.2
 
 
 class Costs:
@@ -109,6 +111,8 @@ class Choice:
     seconds_at_all: float
     source: object
     """Those of one source draft together: the longest draft is what it costs."""
+    extra: int = 0
+    """Tokens that come along with any draft."""
 
 
 def lengths(choices: Seq[Choice], n_tokens: int, n_gain: int, costs: Costs) -> list[int]:
@@ -126,13 +130,14 @@ def lengths(choices: Seq[Choice], n_tokens: int, n_gain: int, costs: Costs) -> l
     drafting: dict[object, float] = {}
     gain = float(n_gain)
     best, best_rate = list(taken), gain / max(costs.of(n_tokens), 1e-9)
-    for step, (reach, place, who) in enumerate(ladder, 1):
+    for reach, place, who in ladder:
         choice = choices[who]
         taken[who] = -place
+        n_tokens += 1 + (choice.extra if place == -1 else 0)
         gain += reach
         seconds = choice.seconds_at_all - place * choice.seconds_per_token
         drafting[choice.source] = max(drafting.get(choice.source, 0.0), seconds)
-        rate = gain / max(costs.of(n_tokens + step) + sum(drafting.values()), 1e-9)
+        rate = gain / max(costs.of(n_tokens) + sum(drafting.values()), 1e-9)
         if rate > best_rate:
             best, best_rate = list(taken), rate
     for who, choice in enumerate(choices):

@@ -110,14 +110,27 @@ def _trials(
         else:
             trials.append(Trial(one, entry.sequence.generation, [Path(row, draft)]))
         row += 1 + len(draft)
-    by_owner = {trial.accepted.sequence: trial for trial in trials}
-    for branch in plan.branches:
-        if not branch.guess:
-            trial = by_owner[branch.owner]
-            trial.paths.append(Path(row, branch.tokens[1:], branch.seq))
-            trial.accepted.drafted += len(branch.tokens) - 1
-        row += len(branch.tokens)
+    _add_branches(plan, row, trials, logits, ops)
     return accepted, trials
+
+
+def _add_branches(plan: Plan, row: int, trials: list[Trial], logits: Array, ops: Ops) -> None:
+    """Drafts in forks are further ways on; what follows the others is only noted."""
+    by_owner = {trial.accepted.sequence: trial for trial in trials}
+    guesses: list[tuple[int, Trial, int]] = []
+    for branch in plan.branches:
+        trial, behind_last = by_owner[branch.owner], len(branch.tokens) - 1
+        if branch.guess:
+            guesses.append((row, trial, behind_last))
+            row += 1
+        else:
+            trial.paths.append(Path(row, branch.tokens[1:], branch.seq))
+            trial.accepted.drafted += behind_last
+            row += len(branch.tokens)
+    if guesses:
+        found = sample(ops, logits, [(at, t.generation, ahead) for at, t, ahead in guesses])
+        for (_, trial, _), token in zip(guesses, found, strict=True):
+            trial.accepted.guesses.append(token)
 
 
 def _choose_in_advance(trials: list[Trial], logits: Array, ops: Ops) -> None:
