@@ -135,7 +135,7 @@ def test_forks_of_lookahead_copy_a_page_each_at_most(always, pair, text) -> None
             text[:200], ignore_eos=True, max_tokens=60, speculate=Lookahead(3, 3, 2)
         )
     s = done.speculation
-    assert s is not None and 0 < s.accepted
+    assert s is not None and s.accepted > 0
     pools = len(llm.memory.as_dict()["stats"])
     assert counts["copies"] <= s.rounds * (3 + 2 - 1) * pools
 
