@@ -21,6 +21,7 @@ from quire.memory.interface import Memory, SeqTokens, Status
 from quire.memory.tiers import Tiers
 from quire.speculate.drafting import Drafting
 from quire.speculate.interface import Source
+from quire.speculate.odds import Odds
 from quire.speculate.verify import choose, verify
 from quire.types import Request, Speculation, StepOutput
 
@@ -198,6 +199,10 @@ class Engine:
     def budget(self) -> Budget:
         """What its memory is taken from."""
         return self.prefix.budget
+
+    def odds(self, key: object, start: float, burst: int = 1) -> Odds:
+        """Odds for a new generation, from what is known of those with the same key."""
+        return self.drafting.odds(key, start, burst)
 
     @property
     def sources(self) -> dict[object, Source]:

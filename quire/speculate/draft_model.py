@@ -60,7 +60,7 @@ class DraftModel:
                 engine, engine.budget.whole is target.budget.whole
             )
         assert isinstance(source, Follower)
-        return DraftModelDrafter(source, sequence, self.most)
+        return DraftModelDrafter(source, sequence, self.most, target.odds(key, _START))
 
 
 def check_vocabulary(target: Vocabulary, draft: Vocabulary) -> None:
@@ -82,11 +82,11 @@ def check_vocabulary(target: Vocabulary, draft: Vocabulary) -> None:
 class DraftModelDrafter(Drafter):
     """Has a sequence that follows the target's; it is opened with the first draft."""
 
-    def __init__(self, source: Follower, sequence: Sequence, most: int) -> None:
+    def __init__(self, source: Follower, sequence: Sequence, most: int, odds: Odds) -> None:
         self._source = source
         self._sequence = sequence
         self._most = most
-        self._odds = Odds(_START)
+        self._odds = odds
 
     def offer(self, sequence: Sequence, most: int) -> Offer | None:
         """As far as the draft model's context goes."""

@@ -13,7 +13,7 @@ from quire.engine.scheduler import Branch, Entry, Plan
 from quire.engine.sequence import Accepted, Sequence
 from quire.memory.interface import Memory
 from quire.speculate.interface import Draft, Drafter, Offer, Source, Wanted
-from quire.speculate.odds import Choice, Costs, lengths
+from quire.speculate.odds import Choice, Costs, Odds, lengths
 
 MOST_TOKENS = 64
 """Rows of a step that drafts may fill it up to."""
@@ -27,10 +27,15 @@ class Drafting:
         self.room = room
         self.costs = Costs()
         self.sources: dict[object, Source] = {}
+        self._elders: dict[object, Odds] = {}
 
     def round(self, plan: Plan) -> Round:
         """The drafts of one step, as a block: leaving it early undoes whatever was made."""
         return Round(self, plan)
+
+    def odds(self, key: object, start: float, burst: int = 1) -> Odds:
+        """Odds for a new generation, from what is known of those with the same key."""
+        return Odds(start, burst, self._elders.setdefault(key, Odds(start)))
 
     def give_way(self) -> bool:
         """Frees memory that drafts could do without; False when there is none."""

@@ -40,7 +40,7 @@ class EarlyExit:
                 f"{n_layers - 1} are possible"
             )
         source = target.sources.setdefault((EarlyExit, layers), Exit(target.runner, layers))
-        return EarlyExitDrafter(source, self.most)
+        return EarlyExitDrafter(source, self.most, target.odds((EarlyExit, layers), _START))
 
 
 class Exit(Source):
@@ -64,10 +64,10 @@ class Exit(Source):
 class EarlyExitDrafter(Drafter):
     """Can always draft."""
 
-    def __init__(self, source: Source, most: int) -> None:
+    def __init__(self, source: Source, most: int, odds: Odds) -> None:
         self._source = source
         self._most = most
-        self._odds = Odds(_START)
+        self._odds = odds
 
     def offer(self, sequence: Sequence, most: int) -> Offer | None:
         """As far as it may."""

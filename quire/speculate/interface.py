@@ -33,6 +33,9 @@ class Target(Protocol):
     def budget(self) -> Budget:
         """What its memory is taken from."""
 
+    def odds(self, key: object, start: float, burst: int = 1) -> Odds:
+        """Odds for a new generation, from what is known of those with the same key."""
+
     @property
     def sources(self) -> dict[object, Source]:
         """Those who draft for it, by what they were made from."""

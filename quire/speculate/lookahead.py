@@ -27,6 +27,7 @@ from quire.speculate.interface import Draft, Drafter, Offer, Source, Target, Wan
 from quire.speculate.odds import Odds
 
 _START = 0.3  # how sure a draft is taken to be at first
+_BURST = 4  # steps that it takes until the pool has anything
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Lookahead:
     def start(self, target: Target, sequence: Sequence) -> Drafter:
         """A drafter with a window and a pool of its own."""
         source = target.sources.setdefault(Lookahead, Forks(target.memory))
-        return LookaheadDrafter(source, self)
+        return LookaheadDrafter(source, self, target.odds(self, _START, _BURST))
 
 
 class Pool:
@@ -73,12 +74,12 @@ class Pool:
 class LookaheadDrafter(Drafter):
     """The window and the pool of one generation."""
 
-    def __init__(self, source: Source, settings: Lookahead) -> None:
+    def __init__(self, source: Source, settings: Lookahead, odds: Odds) -> None:
         self._source = source
         self._settings = settings
         self._pool = Pool(settings.pool)
         self._rows: list[list[int]] = []
-        self._odds = Odds(_START)
+        self._odds = odds
 
     def offer(self, sequence: Sequence, most: int) -> Offer | None:
         """N-grams of the pool, with what it takes to fill it."""

@@ -7,13 +7,14 @@ from typing import Final
 
 from quire.engine.sequence import Sequence
 from quire.errors import RequestError
-from quire.speculate.interface import Drafter, Known, Offer, Target, known_source
+from quire.speculate.interface import Drafter, Offer, Target, known_source
 from quire.speculate.ngram_cache import NgramCache
-from quire.speculate.odds import Odds
 
 _LONGEST = 16  # tokens that a match is followed back
 _START: Final = {1: 0.2, 2: 0.4, 3: 0.55, 4: 0.7, 8: 0.85, _LONGEST: 0.95}
 """How sure a match is taken to be at first, by the tokens that match, at least."""
+
+_CACHE_START: Final = 0.5
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Ngram:
                 f"the n-gram cache is of a vocabulary of {self.cache.n_vocab} tokens, the model's "
                 f"has {n_vocab}; build it from text of this model's tokenizer"
             )
-        return NgramDrafter(self, known_source(target))
+        return NgramDrafter(self, target)
 
 
 class Index:
@@ -75,12 +76,12 @@ class Index:
 class NgramDrafter(Drafter):
     """Follows one sequence."""
 
-    def __init__(self, settings: Ngram, source: Known) -> None:
+    def __init__(self, settings: Ngram, target: Target) -> None:
         self._settings = settings
-        self._source = source
+        self._source = known_source(target)
         self._index = Index(settings.min_n, settings.max_n)
-        self._odds = {least: Odds(start) for least, start in _START.items()}
-        self._cache_odds = Odds(0.5)
+        self._odds = {n: target.odds((Ngram, n), start) for n, start in _START.items()}
+        self._cache_odds = target.odds(NgramCache, _CACHE_START)
 
     def offer(self, sequence: Sequence, most: int) -> Offer | None:
         """What followed the last time, and how often that was right with such a match."""

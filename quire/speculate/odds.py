@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from statistics import median
 
 _FADE = 0.93  # what a draft of long ago still counts, per draft since
 _WEIGHT = 2.0  # drafts that the guess at the start stands for
-_SAMPLES = 7  # steps of one size that are remembered
+_OWN, _OTHERS = 0.3, 0.08  # how far a measured step moves its own size's cost, and others'
+_STALE = 64  # steps after which it is measured again what a step without drafts costs
 _UNKNOWN = 0.1  # what a token more is taken to cost before it was tried, as a share of the step
 _FIRST_PROBE, _LAST_PROBE = 16, 256  # steps without a draft after which one is tried again
+_PROBE = 2  # tokens of such a draft
+_PROBE_PRICE = 40  # steps that must pass, too, for each step that trying again costs
 
 
 class Odds:
     """The chance of each place in a draft to be right, given that all before it were.
 
-    When drafting does not pay, it is tried again after some steps, and ever more rarely.
+    They begin as those of all generations before, where there are any (`elder`). When drafting
+    does not pay, it is tried again after some steps, and ever more rarely: for `burst` steps, as
+    some ways to draft need a few to get going.
     """
 
-    def __init__(self, start: float) -> None:
-        self._start = start
+    def __init__(self, start: float, burst: int = 1, elder: Odds | None = None) -> None:
+        self._start = elder.reach(1)[0] if elder else start
+        self._elder = elder
         self._right: list[float] = []
         self._tried: list[float] = []
-        self._rest = 0  # steps since the last draft
-        self._probe_after = _FIRST_PROBE
+        self._burst = burst
+        self._trying = 0  # steps of a burst that are left
+        self._rest: int = elder._rest if elder else 0  # steps since the last draft
+        self._probe_after: int = elder._probe_after if elder else _FIRST_PROBE
 
     def reach(self, most: int) -> list[float]:
         """The chance that the first 1, 2, … `most` tokens are all right.
@@ -45,6 +51,8 @@ class Odds:
 
     def learn(self, drafted: int, right: int) -> None:
         """A draft of so many tokens had so many right ones in front."""
+        if self._elder:
+            self._elder.learn(drafted, right)
         while len(self._right) < drafted:
             self._right.append(0.0)
             self._tried.append(0.0)
@@ -55,12 +63,23 @@ class Odds:
         if right:
             self._probe_after = max(self._probe_after // 2, _FIRST_PROBE)
 
-    def rested(self) -> bool:
-        """A step goes without a draft of this kind; True where it is time to try one again."""
+    def rested(self, price: float) -> bool:
+        """A step goes without a draft of this kind; True where it is time to try one again.
+
+        `price` is what trying costs, in steps.
+        """
+        if self._trying:
+            self._trying -= 1
+            return True
         self._rest += 1
-        if self._rest <= self._probe_after:
+        if self._elder:
+            self._elder._rest = self._rest
+        if self._rest <= self._burst * max(self._probe_after, price * _PROBE_PRICE):
             return False
-        self._rest, self._probe_after = 0, min(2 * self._probe_after, _LAST_PROBE)
+        self._rest, self._trying = 0, self._burst - 1
+        self._probe_after = min(2 * self._probe_after, _LAST_PROBE)
+        if self._elder:
+            self._elder._probe_after = self._probe_after
         return True
 
 
@@ -70,35 +89,47 @@ def smooth(before: float, now: float) -> float:
 
 
 class Costs:
-    """Seconds of a step by its number of tokens, as measured lately on this machine."""
+    """Seconds of a step by its number of tokens, as measured lately on this machine.
+
+    A machine gets slower and faster for reasons of its own. So when steps of one size take longer
+    than they did, those of all other sizes are believed to do so as well, if less firmly.
+    """
 
     def __init__(self) -> None:
-        self._samples: dict[int, deque[float]] = {}
         self._sizes: list[int] = []
         self._seconds: list[float] = []
+        self._seen: dict[int, int] = {}
+        self._steps = 0
 
     def add(self, tokens: int, seconds: float) -> None:
         """A step of so many tokens took so long."""
-        if tokens not in self._samples:
-            self._samples[tokens] = deque(maxlen=_SAMPLES)
-            at = bisect_left(self._sizes, tokens)
+        self._steps += 1
+        at = bisect_left(self._sizes, tokens)
+        if tokens not in self._seen:
             self._sizes.insert(at, tokens)
-            self._seconds.insert(at, 0.0)
-        self._samples[tokens].append(seconds)
-        self._seconds[bisect_left(self._sizes, tokens)] = median(self._samples[tokens])
+            self._seconds.insert(at, seconds)
+        ratio = min(max(seconds / self._seconds[at], 0.5), 2.0)  # one pause must not mean much
+        self._seen[tokens] = self._steps
+        for i in range(len(self._seconds)):
+            self._seconds[i] *= ratio ** (_OWN if i == at else _OTHERS)
 
     def of(self, tokens: int) -> float:
-        """The median of such steps, or a guess from those next to it; 0 before any was measured."""
+        """What such a step takes, or a guess from sizes next to it; 0 before any was measured."""
         sizes, seconds = self._sizes, self._seconds
         if not sizes:
             return 0.0
         at = bisect_left(sizes, tokens)
         if at == len(sizes):
             return seconds[-1] * (1 + _UNKNOWN * (tokens - sizes[-1]))
+        more = min(seconds[at:])  # a larger step that takes less is only better known
         if sizes[at] == tokens or at == 0:
-            return seconds[at]
-        share = (tokens - sizes[at - 1]) / (sizes[at] - sizes[at - 1])
-        return seconds[at - 1] + share * (seconds[at] - seconds[at - 1])
+            return more
+        less = min(seconds[at - 1], more)
+        return less + (tokens - sizes[at - 1]) / (sizes[at] - sizes[at - 1]) * (more - less)
+
+    def stale(self, tokens: int) -> bool:
+        """Whether such a step was not measured for long."""
+        return self._steps - self._seen.get(tokens, 0) > _STALE
 
 
 @dataclass(frozen=True)
@@ -120,13 +151,15 @@ def lengths(choices: Seq[Choice], n_tokens: int, n_gain: int, costs: Costs) -> l
 
     `n_gain` is what the step gains anyway. The likeliest token is added first, whoever's it is.
     """
+    if costs.stale(n_tokens):
+        return [0] * len(choices)
     ladder = [
         (reach, -place, who)
         for who, choice in enumerate(choices)
         for place, reach in enumerate(choice.odds.reach(choice.most), 1)
     ]
     ladder.sort(reverse=True)
-    taken = [0] * len(choices)
+    start, taken = n_tokens, [0] * len(choices)
     drafting: dict[object, float] = {}
     gain = float(n_gain)
     best, best_rate = list(taken), gain / max(costs.of(n_tokens), 1e-9)
@@ -141,6 +174,14 @@ def lengths(choices: Seq[Choice], n_tokens: int, n_gain: int, costs: Costs) -> l
         if rate > best_rate:
             best, best_rate = list(taken), rate
     for who, choice in enumerate(choices):
-        if best[who] == 0 and choice.odds.rested():
-            best[who] = min(2, choice.most)
+        if best[who] == 0 and choice.odds.rested(_probe_price(choice, start, costs)):
+            best[who] = min(_PROBE, choice.most)
     return best
+
+
+def _probe_price(choice: Choice, n_tokens: int, costs: Costs) -> float:
+    """How much longer a step takes with a short draft, in steps without."""
+    plain = costs.of(n_tokens)
+    drafting = choice.seconds_at_all + _PROBE * choice.seconds_per_token
+    longer = costs.of(n_tokens + _PROBE + choice.extra) - plain + drafting
+    return longer / plain if plain else 0.0
