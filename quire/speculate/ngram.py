@@ -38,7 +38,7 @@ class Ngram:
     def start(self, target: Target, sequence: Sequence) -> Drafter:
         """A drafter with an index of its own."""
         n_vocab = target.runner.model.n_vocab
-        if self.cache and self.cache.n_vocab != n_vocab:
+        if self.cache is not None and self.cache.n_vocab != n_vocab:
             raise RequestError(
                 f"the n-gram cache is of a vocabulary of {self.cache.n_vocab} tokens, the model's "
                 f"has {n_vocab}; build it from text of this model's tokenizer"
@@ -93,7 +93,7 @@ class NgramDrafter(Drafter):
             odds = self._odds[max(least for least in self._odds if least <= matched)]
             return Offer(self._source, len(draft), odds, draft)
         cache = self._settings.cache
-        if cache and (draft := cache.sequel(tokens, most)):
+        if cache is not None and (draft := cache.sequel(tokens, most)):
             return Offer(self._source, len(draft), self._cache_odds, draft)
         return None
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import accumulate
 
 _FADE = 0.93  # what a draft of long ago still counts, per draft since
 _WEIGHT = 2.0  # drafts that the guess at the start stands for
-_OWN, _OTHERS = 0.3, 0.08  # how far a measured step moves its own size's cost, and others'
+_OWN, _OTHERS = 0.3, 0.2  # how far a measured step moves its own size's cost, and others'
 _STALE = 64  # steps after which it is measured again what a step without drafts costs
 _UNKNOWN = 0.1  # what a token more is taken to cost before it was tried, as a share of the step
 _FIRST_PROBE, _LAST_PROBE = 16, 256  # steps without a draft after which one is tried again
@@ -98,6 +99,7 @@ class Costs:
     def __init__(self) -> None:
         self._sizes: list[int] = []
         self._seconds: list[float] = []
+        self._rising: list[float] = []
         self._seen: dict[int, int] = {}
         self._steps = 0
 
@@ -110,26 +112,34 @@ class Costs:
             self._seconds.insert(at, seconds)
         ratio = min(max(seconds / self._seconds[at], 0.5), 2.0)  # one pause must not mean much
         self._seen[tokens] = self._steps
-        for i in range(len(self._seconds)):
-            self._seconds[i] *= ratio ** (_OWN if i == at else _OTHERS)
+        others = ratio**_OTHERS
+        self._seconds = [seconds * others for seconds in self._seconds]
+        self._seconds[at] *= ratio ** (_OWN - _OTHERS)
+        self._rising = _rising(self._seconds)
 
     def of(self, tokens: int) -> float:
         """What such a step takes, or a guess from sizes next to it; 0 before any was measured."""
-        sizes, seconds = self._sizes, self._seconds
+        sizes, seconds = self._sizes, self._rising
         if not sizes:
             return 0.0
         at = bisect_left(sizes, tokens)
         if at == len(sizes):
             return seconds[-1] * (1 + _UNKNOWN * (tokens - sizes[-1]))
-        more = min(seconds[at:])  # a larger step that takes less is only better known
         if sizes[at] == tokens or at == 0:
-            return more
-        less = min(seconds[at - 1], more)
-        return less + (tokens - sizes[at - 1]) / (sizes[at] - sizes[at - 1]) * (more - less)
+            return seconds[at]
+        share = (tokens - sizes[at - 1]) / (sizes[at] - sizes[at - 1])
+        return seconds[at - 1] + share * (seconds[at] - seconds[at - 1])
 
     def stale(self, tokens: int) -> bool:
         """Whether such a step was not measured for long."""
         return self._steps - self._seen.get(tokens, 0) > _STALE
+
+
+def _rising(seconds: list[float]) -> list[float]:
+    """The same, where a larger step seems to take less than a smaller one: the mean of both."""
+    most = list(accumulate(seconds, max))
+    least = list(accumulate(reversed(seconds), min))[::-1]
+    return [(a + b) / 2 for a, b in zip(most, least, strict=True)]
 
 
 @dataclass(frozen=True)
