@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from quire.engine.engine import Engine
@@ -17,11 +18,13 @@ class Job:
     """One request: collects its tokens, turns them into text, watches for stop strings."""
 
     def __init__(
-        self, sequence: Sequence, request: Request, detokenizer: Detokenizer, keep: bool
-    ) -> None:
+        self, sequence: Sequence, request: Request, detokenizer: Detokenizer, keep: bool,
+        text_ends: Callable[[int], bool] | None = None,
+    ) -> None:  # fmt: skip
         self.sequence = sequence
         self.keep = keep  # whether the sequence lives on when the job is done
         self.request = request
+        self.text_ends = text_ends  # for the engine, where a step can add more than one token
         self.prompt_tokens = len(sequence.tokens) + len(request.tokens)
         self.finish_reason: FinishReason | None = None
         self.error: QuireError | None = None
@@ -82,6 +85,7 @@ class Job:
                 layers=extent.layers,
                 experts=extent.experts,
             ),
+            speculation=self.sequence.speculation,
         )
 
 
@@ -97,7 +101,7 @@ class JobRunner:
         """Sets a job going on its sequence."""
         self._jobs[job.sequence.id] = job
         try:
-            self._deliver(self._engine.start(job.sequence, job.request))
+            self._deliver(self._engine.start(job.sequence, job.request, job.text_ends))
         except BaseException:
             self.drop(job)
             raise

@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Unpack, overload
+from typing import Any, TypeAlias, Unpack, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ from quire.engine.runner import Runner
 from quire.engine.sequence import Sequence
 from quire.errors import RequestError
 from quire.jobs import Job, JobRunner
-from quire.memory.budget import Budget
+from quire.memory.budget import Budget, Share
 from quire.memory.build import build_memory
 from quire.memory.prefix import PrefixIndex
 from quire.memory.tiers import DiskTier, Tiers
@@ -33,6 +33,8 @@ from quire.ops.cpu import CpuOps
 from quire.report import MemoryReport
 from quire.session import Session
 from quire.session_file import open_session
+from quire.speculate import DraftModel, by_name
+from quire.speculate.interface import Speculator
 from quire.text.detokenize import Detokenizer
 from quire.text.template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
@@ -43,18 +45,21 @@ from quire.weights.fingerprint import fingerprint
 
 Prompt = str | Seq[int]
 """Text, or token ids that are taken as they are."""
+Speculate: TypeAlias = "str | LLM | Speculator | None"
+"""Who drafts: a name of `quire.speculate.NAMES`, a smaller model, or a configured object."""
 
 
 class LLM:
     """A loaded model. Made by `quire.load`; a context manager that gives everything back."""
 
     def __init__(
-        self, path: Path, settings: config.LoadConfig, progress: ProgressFn | None = None
-    ) -> None:
+        self, path: Path, settings: config.LoadConfig, budget: Budget,
+        progress: ProgressFn | None = None,
+    ) -> None:  # fmt: skip
         started = time.perf_counter()
         self.path = path
         self.settings = settings
-        self.budget = Budget(settings.budget_bytes())
+        self.budget = budget
         self.ops = CpuOps(settings.thread_count(), exact=settings.activations == "f32")
         with open_weights(path) as file:
             self.architecture = architecture_of(file)
@@ -98,7 +103,7 @@ class LLM:
 
     @overload
     def generate(
-        self, prompt: str, sampling: Sampling | None = None, *, speculate: None = None,
+        self, prompt: str, sampling: Sampling | None = None, *, speculate: Speculate = None,
         stop: str | Seq[str] = (), constraint: Constraint | None = None,
         cache_salt: str = "",
         **fields: Unpack[SamplingFields],
@@ -107,26 +112,26 @@ class LLM:
     @overload
     def generate(
         self, prompt: Seq[int] | Seq[Prompt], sampling: Sampling | None = None, *,
-        speculate: None = None, stop: str | Seq[str] = (), constraint: Constraint | None = None,
-        cache_salt: str = "",
+        speculate: Speculate = None, stop: str | Seq[str] = (),
+        constraint: Constraint | None = None, cache_salt: str = "",
         **fields: Unpack[SamplingFields],
     ) -> Any: ...  # fmt: skip
 
     def generate(
         self, prompt: Prompt | Seq[Prompt], sampling: Sampling | None = None, *,
-        speculate: None = None, stop: str | Seq[str] = (), constraint: Constraint | None = None,
-        cache_salt: str = "",
+        speculate: Speculate = None, stop: str | Seq[str] = (),
+        constraint: Constraint | None = None, cache_salt: str = "",
         **fields: Unpack[SamplingFields],
     ) -> Any:  # fmt: skip
         """Continues a prompt, or several at once; a list of prompts gives a list of completions."""
-        _refuse_speculation(speculate)
         batched = _is_batch(prompt)
         prompts: Any = prompt if batched else [prompt]
         chosen = (sampling or Sampling()).replace(**fields)
+        request = Request((), chosen, constraint, cache_salt, self.speculator(speculate))
         jobs: list[Job] = []
         try:
             for one in prompts:
-                jobs.append(self._start(one, Request((), chosen, constraint, cache_salt), stop))
+                jobs.append(self._start(one, request, stop))
             self.jobs.finish(jobs)
             completions = [job.completion(self.load_s, self.extent) for job in jobs]
         finally:
@@ -135,20 +140,20 @@ class LLM:
         return completions if batched else completions[0]
 
     def stream(
-        self, prompt: Prompt, sampling: Sampling | None = None, *, speculate: None = None,
+        self, prompt: Prompt, sampling: Sampling | None = None, *, speculate: Speculate = None,
         stop: str | Seq[str] = (), constraint: Constraint | None = None,
         cache_salt: str = "",
         **fields: Unpack[SamplingFields],
     ) -> Stream:  # fmt: skip
         """Continues a prompt piece by piece; its `completion` is there once it is used up."""
-        _refuse_speculation(speculate)
         chosen = (sampling or Sampling()).replace(**fields)
-        return Stream(self, self._start(prompt, Request((), chosen, constraint, cache_salt), stop))
+        request = Request((), chosen, constraint, cache_salt, self.speculator(speculate))
+        return Stream(self, self._start(prompt, request, stop))
 
     def chat(
         self, messages: Seq[Mapping[str, Any]], sampling: Sampling | None = None, *,
-        speculate: None = None, stop: str | Seq[str] = (), constraint: Constraint | None = None,
-        cache_salt: str = "",
+        speculate: Speculate = None, stop: str | Seq[str] = (),
+        constraint: Constraint | None = None, cache_salt: str = "",
         **fields: Unpack[SamplingFields],
     ) -> Completion:  # fmt: skip
         """The model's next turn in a conversation."""
@@ -211,6 +216,7 @@ class LLM:
         """Gives back everything that is held."""
         self.engine.prefix.index.close()
         self.engine.memory.close()
+        self.budget.release(self.model.weight_bytes, "weights")
         self.engine.tiers.close()
 
     def __enter__(self) -> LLM:
@@ -226,13 +232,22 @@ class LLM:
         stops = [stop] if isinstance(stop, str) else list(stop)
         continues = bool(sequence.tokens or request.tokens)
         detokenizer = Detokenizer(self.tokenizer, stops, continuation=continues)
-        job = Job(sequence, request, detokenizer, keep)
+        text_ends = None
+        if stops and request.speculate:  # a step may go past a stop string: the engine looks too
+            text_ends = Detokenizer(self.tokenizer, stops, continuation=continues).ends_with
+        job = Job(sequence, request, detokenizer, keep, text_ends)
         self.jobs.start(job)
         return job
 
     def stream_job(self, sequence: Sequence, request: Request, stop: str | Seq[str]) -> Stream:
         """A stream on a sequence that lives on when it ends."""
         return Stream(self, self.new_job(sequence, request, stop, keep=True))
+
+    def speculator(self, speculate: Speculate) -> Speculator | None:
+        """Who drafts: by name, a loaded model, or as it is configured."""
+        if isinstance(speculate, LLM):
+            return DraftModel(speculate)
+        return by_name(speculate) if isinstance(speculate, str) else speculate
 
     def tokens_of(self, prompt: Prompt, add_special: bool = True) -> list[int]:
         """A prompt's token ids."""
@@ -282,18 +297,24 @@ class Stream:
 
 
 def load(
-    model: str | Path = "smollm2", *, progress: ProgressFn | None = None, **settings: Any
-) -> LLM:
+    model: str | Path = "smollm2", *, progress: ProgressFn | None = None,
+    beside: LLM | None = None, **settings: Any,
+) -> LLM:  # fmt: skip
     """Loads a model: an alias, a .gguf file, a folder of safetensors, or `hf:owner/repo/file`.
 
-    The settings are the fields of `quire.config.LoadConfig`.
+    The settings are the fields of `quire.config.LoadConfig`. With `beside` it takes its memory
+    from the budget of a model that is loaded already, which it may draft for.
     """
+    if beside and settings.get("memory_budget") is not None:
+        raise RequestError("beside takes another model's budget; leave memory_budget out")
     known = config.LoadConfig.__dataclass_fields__
     unknown = sorted(set(settings) - set(known))
     if unknown:
         raise RequestError(f"load has no {', '.join(unknown)}; there are {', '.join(known)}")
     chosen = config.LoadConfig(**settings)
-    return LLM(pull.resolve(str(model), config.cache_folder(), progress), chosen, progress)
+    path = pull.resolve(str(model), config.cache_folder(), progress)
+    budget = Share(beside.budget, path.name) if beside else Budget(chosen.budget_bytes())
+    return LLM(path, chosen, budget, progress)
 
 
 def _tokenizer(file: WeightFile) -> Tokenizer:
@@ -301,11 +322,6 @@ def _tokenizer(file: WeightFile) -> Tokenizer:
     if "tokenizer.ggml.model" in file.metadata or not file.path.is_dir():
         return Tokenizer.from_metadata(file.metadata, name=str(file.path))
     return Tokenizer.from_hf(file.path)
-
-
-def _refuse_speculation(speculate: object) -> None:
-    if speculate is not None:
-        raise RequestError("speculation is not there yet; pass speculate=None")
 
 
 def _is_batch(prompt: Prompt | Seq[Prompt]) -> bool:

@@ -17,7 +17,7 @@ from quire.session_file import Mark, save_session
 from quire.types import Completion, Constraint, Request, Sampling, SamplingFields
 
 if TYPE_CHECKING:
-    from quire.llm import LLM, Stream
+    from quire.llm import LLM, Speculate, Stream
 
 
 class Session:
@@ -59,13 +59,16 @@ class Session:
         return self
 
     def generate(
-        self, sampling: Sampling | None = None, *, stop: str | Seq[str] = (),
-        constraint: Constraint | None = None, **fields: Unpack[SamplingFields],
+        self, sampling: Sampling | None = None, *, speculate: Speculate = None,
+        stop: str | Seq[str] = (), constraint: Constraint | None = None,
+        **fields: Unpack[SamplingFields],
     ) -> Completion:  # fmt: skip
         """Goes on from here; what it makes becomes part of the session."""
         sequence = self._live()
         chosen = (sampling or Sampling()).replace(**fields)
-        job = self._llm.new_job(sequence, Request((), chosen, constraint), stop, keep=True)
+        drafts = self._llm.speculator(speculate)
+        request = Request((), chosen, constraint, speculate=drafts)
+        job = self._llm.new_job(sequence, request, stop, keep=True)
         try:
             self._llm.jobs.finish([job])
         finally:
@@ -73,12 +76,15 @@ class Session:
         return job.completion(self._llm.load_s, self._llm.extent)
 
     def stream(
-        self, sampling: Sampling | None = None, *, stop: str | Seq[str] = (),
-        constraint: Constraint | None = None, **fields: Unpack[SamplingFields],
+        self, sampling: Sampling | None = None, *, speculate: Speculate = None,
+        stop: str | Seq[str] = (), constraint: Constraint | None = None,
+        **fields: Unpack[SamplingFields],
     ) -> Stream:  # fmt: skip
         """`generate` piece by piece; what came until it is closed stays part of the session."""
         chosen = (sampling or Sampling()).replace(**fields)
-        return self._llm.stream_job(self._live(), Request((), chosen, constraint), stop)
+        drafts = self._llm.speculator(speculate)
+        request = Request((), chosen, constraint, speculate=drafts)
+        return self._llm.stream_job(self._live(), request, stop)
 
     def logits(self) -> NDArray[np.float32]:
         """Logits after the last token."""

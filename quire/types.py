@@ -11,9 +11,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from quire.errors import QuireError, RequestError
+
+if TYPE_CHECKING:
+    from quire.speculate.interface import Speculator
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -131,6 +134,8 @@ class Request:
     constraint: Constraint | None = None
     salt: str = ""
     """Requests share cached prefixes only with those of the same salt."""
+    speculate: Speculator | None = None
+    """Who drafts for it; None: nobody."""
 
 
 @dataclass(frozen=True)
@@ -187,6 +192,36 @@ class Timings:
         }
 
 
+@dataclass
+class Speculation:
+    """What drafts came to; seconds are those of the steps that had one, shared by their batch."""
+
+    drafted: int = 0
+    """Tokens proposed and computed."""
+    accepted: int = 0
+    """Those of them that were right."""
+    rounds: int = 0
+    """Steps that had a draft."""
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    rollback_s: float = 0.0
+
+    @property
+    def mean_accepted(self) -> float:
+        """Tokens of a draft that were right, in the mean of all rounds."""
+        return self.accepted / self.rounds if self.rounds else 0.0
+
+    @property
+    def acceptance(self) -> float:
+        """The share of drafted tokens that were right."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    def as_dict(self) -> dict[str, float]:
+        """Plain numbers, means included."""
+        means = {"mean_accepted": self.mean_accepted, "acceptance": self.acceptance}
+        return dataclasses.asdict(self) | means
+
+
 @dataclass(frozen=True)
 class Completion:
     """What a request came to."""
@@ -198,4 +233,5 @@ class Completion:
     prompt_tokens: int
     cached_tokens: int
     timings: Timings
-    speculation: None = None
+    speculation: Speculation | None = None
+    """None when nobody asked for it."""

@@ -8,7 +8,13 @@ from typing import Any
 import click
 
 from quire.cli.conversation import Conversation
-from quire.cli.options import load_from, model_options, sampling_from, sampling_options
+from quire.cli.options import (
+    drafts_from,
+    load_from,
+    model_options,
+    sampling_from,
+    sampling_options,
+)
 from quire.errors import QuireError
 
 _HELP = """\
@@ -70,10 +76,10 @@ def obey(conversation: Conversation, line: str) -> bool:
 def command(**options: Any) -> None:
     """Talk with a model; /help lists what else a line can be."""
     system = options.pop("system")
-    sampling = sampling_from(options)
+    sampling, speculate = sampling_from(options), options.pop("speculate")
     person = sys.stdin.isatty()
-    with load_from(options) as llm:
-        conversation = Conversation(llm, sampling, system)
+    with load_from(options) as llm, drafts_from(speculate, llm) as drafts:
+        conversation = Conversation(llm, sampling, system, drafts)
         if person:
             click.secho(f"{llm.path.name} on {llm.ops.name}. /help for commands.", dim=True)
         while True:

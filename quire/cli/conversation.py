@@ -8,6 +8,7 @@ from typing import Any
 
 import quire
 from quire.errors import QuireError, RequestError
+from quire.llm import Speculate
 from quire.types import Sampling
 
 Message = dict[str, str]
@@ -26,9 +27,13 @@ class Branch:
 class Conversation:
     """What was said so far with a model, in one or more branches that share their past."""
 
-    def __init__(self, llm: quire.LLM, sampling: Sampling, system: str | None = None) -> None:
+    def __init__(
+        self, llm: quire.LLM, sampling: Sampling, system: str | None = None,
+        speculate: Speculate = None,
+    ) -> None:  # fmt: skip
         self.llm = llm
         self.sampling = sampling
+        self.speculate = speculate
         start = [{"role": "system", "content": system}] if system else []
         self._n_start = len(start)
         self.branches = {"main": Branch(start, llm.session())}
@@ -54,7 +59,7 @@ class Conversation:
         answer = ""
         try:
             self._show(self.llm.chat_text(messages))
-            for piece in self.branch.session.stream(self.sampling):
+            for piece in self.branch.session.stream(self.sampling, speculate=self.speculate):
                 answer += piece
                 yield piece
             self.branch.seen += answer + self._end()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import click
 
 import quire
+from quire.llm import Speculate
+from quire.speculate import NAMES
 from quire.types import Sampling
 
 _BAR_FROM = 256 * 1024**2  # a smaller file is loaded before a bar could be read
@@ -52,6 +55,9 @@ _SAMPLING = [
                  "share of the likeliest."),
     click.option("--repeat-penalty", type=float, default=1.0, help="Above 1: repeat less."),
     click.option("--seed", type=int, help="Makes sampling repeatable."),
+    click.option("--speculate", metavar="HOW",
+                 help="Draft tokens ahead: ngram, lookahead, early-exit, or a smaller model of "
+                 "the same vocabulary (as for --model). The output stays the same."),
 ]  # fmt: skip
 
 
@@ -92,6 +98,16 @@ def load_from(options: dict[str, Any]) -> quire.LLM:
         )
     finally:
         bar.close()
+
+
+@contextmanager
+def drafts_from(speculate: str | None, llm: quire.LLM) -> Iterator[Speculate]:
+    """Who drafts for a model; a draft model is loaded beside it."""
+    if speculate is None or speculate in NAMES:
+        yield speculate
+        return
+    with quire.load(speculate, beside=llm, threads=llm.settings.threads) as draft:
+        yield draft
 
 
 def sampling_from(options: dict[str, Any], **fields: Any) -> Sampling:

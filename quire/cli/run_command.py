@@ -10,7 +10,13 @@ from typing import Any
 import click
 
 import quire
-from quire.cli.options import load_from, model_options, sampling_from, sampling_options
+from quire.cli.options import (
+    drafts_from,
+    load_from,
+    model_options,
+    sampling_from,
+    sampling_options,
+)
 from quire.errors import RequestError
 from quire.types import Completion, Constraint, Json, Regex
 
@@ -29,7 +35,7 @@ from quire.types import Completion, Constraint, Json, Regex
 )
 @click.option("--regex", help="Answer in text that this regular expression matches.")
 @click.option("--json", "as_json", is_flag=True,
-              help="One JSON object: text, token_ids, timings, memory.")  # fmt: skip
+              help="One JSON object: text, token_ids, timings, speculation, memory.")  # fmt: skip
 def command(prompt: str | None, **options: Any) -> None:
     """Answer PROMPT, or standard input, to standard output as it comes.
 
@@ -40,10 +46,10 @@ def command(prompt: str | None, **options: Any) -> None:
     constraint = _constraint(options.pop("json_schema"), options.pop("regex"))
     as_json, raw, system = options.pop("as_json"), options.pop("raw"), options.pop("system")
     stop = options.pop("stop")
-    sampling = sampling_from(options)
-    with load_from(options) as llm:
+    sampling, speculate = sampling_from(options), options.pop("speculate")
+    with load_from(options) as llm, drafts_from(speculate, llm) as drafts:
         tokens = _tokens(llm, text, raw, system)
-        stream = llm.stream(tokens, sampling, stop=stop, constraint=constraint)
+        stream = llm.stream(tokens, sampling, stop=stop, constraint=constraint, speculate=drafts)
         for piece in stream:
             if not as_json:
                 sys.stdout.write(piece)
@@ -91,6 +97,7 @@ def _object(completion: Completion, llm: quire.LLM) -> dict[str, Any]:
         "prompt_tokens": completion.prompt_tokens,
         "cached_tokens": completion.cached_tokens,
         "timings": completion.timings.as_dict(),
+        "speculation": completion.speculation.as_dict() if completion.speculation else None,
         "memory": llm.memory.as_dict(),
         "model": str(llm.path),
         "device": llm.ops.name,
@@ -107,3 +114,10 @@ def _summary(completion: Completion) -> None:
         f"loaded in {t.load_s:.2f} s ({completion.finish_reason})",
         err=True, dim=True,
     )  # fmt: skip
+    if s := completion.speculation:
+        click.secho(
+            f"{s.accepted} of {s.drafted} drafted tokens accepted in {s.rounds} rounds, "
+            f"{s.mean_accepted:.1f} each; {s.draft_s:.2f} s to draft, "
+            f"{s.verify_s:.2f} s to verify, {s.rollback_s * 1e3:.1f} ms to roll back",
+            err=True, dim=True,
+        )  # fmt: skip

@@ -32,7 +32,7 @@ class Constrainer:
     """Compiles constraints for one vocabulary; the vocabulary is prepared on first use."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         self._tokenizer: Any = None
 
     def compile(self, constraint: Constraint) -> Matcher:
@@ -46,15 +46,15 @@ class Constrainer:
         matcher = LLMatcher(self._prepared(), grammar, log_level=0)
         if matcher.is_error():
             raise RequestError(f"the constraint cannot be compiled: {matcher.get_error()}")
-        return Matcher(matcher, self._vocabulary.n_vocab)
+        return Matcher(matcher, self.vocabulary.n_vocab)
 
     def _prepared(self) -> Any:
         if self._tokenizer is None:
             from llguidance import LLTokenizer, TokenizerWrapper
 
-            wrapper = TokenizerWrapper(_Adapter(self._vocabulary))
-            ends = sorted(self._vocabulary.eog_ids)
-            self._tokenizer = LLTokenizer(wrapper, n_vocab=self._vocabulary.n_vocab, eos_token=ends)
+            wrapper = TokenizerWrapper(_Adapter(self.vocabulary))
+            ends = sorted(self.vocabulary.eog_ids)
+            self._tokenizer = LLTokenizer(wrapper, n_vocab=self.vocabulary.n_vocab, eos_token=ends)
         return self._tokenizer
 
 

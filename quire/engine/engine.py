@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -12,13 +12,18 @@ from quire.engine.constrain import Constrainer
 from quire.engine.preempt import MakeRoom
 from quire.engine.prefix_cache import PrefixCache
 from quire.engine.runner import Runner
-from quire.engine.sampling import choose, make_sampler, verify
+from quire.engine.sampling import make_sampler
 from quire.engine.scheduler import Scheduler
-from quire.engine.sequence import Accepted, Generation, Sequence
+from quire.engine.sequence import Accepted, Ends, Generation, Sequence
 from quire.errors import BudgetError, ContextError, RequestError
+from quire.memory.budget import Budget
 from quire.memory.interface import Memory, SeqTokens, Status
 from quire.memory.tiers import Tiers
-from quire.types import Request, StepOutput
+from quire.speculate.drafting import Drafting
+from quire.speculate.interface import Source
+from quire.speculate.odds import Odds
+from quire.speculate.verify import choose, verify
+from quire.types import Request, Speculation, StepOutput
 
 
 class Engine:
@@ -37,9 +42,12 @@ class Engine:
         self.tiers = tiers
         self._sequences: dict[int, Sequence] = {}
         self.room = MakeRoom(
-            memory, tiers, prefix, self._idle_sequences, lambda: runner.seconds_per_token
-        )
-        self.scheduler = Scheduler(max_tokens, n_ctx, frozenset(end_ids), self.room)
+            memory, tiers, prefix, self._idle_sequences, lambda: runner.seconds_per_token,
+            lambda: self.drafting.give_way(),
+        )  # fmt: skip
+        self.end_ids = frozenset(end_ids)
+        self.scheduler = Scheduler(max_tokens, self.room)
+        self.drafting = Drafting(memory, self.room)
 
     def step(self) -> list[StepOutput]:
         """Computes some tokens of everybody who has any to compute."""
@@ -47,10 +55,13 @@ class Engine:
         plan = self.scheduler.plan(self.memory)
         if not plan.entries:
             return self.scheduler.advance([])
-        with self.memory.reserve(plan.tokens()) as lease:
-            logits = self.runner.forward(plan, lease)
-            accepted = verify(plan, logits, self.ops)
-            lease.commit({a.sequence.id: a.kept for a in accepted})
+        with self.drafting.round(plan) as drafts:
+            with self.memory.reserve(drafts.plan.tokens()) as lease:
+                logits = self.runner.forward(drafts.plan, lease)
+                accepted = verify(drafts.plan, lease.tokens, logits, self.ops)
+                drafts.tick()
+                lease.commit(drafts.kept(accepted))
+            drafts.settle(accepted)
         outputs = self.scheduler.advance(accepted)
         self.prefix.remember(accepted)
         return outputs
@@ -184,24 +195,48 @@ class Engine:
         sequence.moved, sequence.parked = moved, False
         self.prefix.track(sequence)
 
-    def start(self, sequence: Sequence, request: Request) -> list[StepOutput]:
-        """Lets a sequence generate; returns its first token where the logits for it are known."""
+    @property
+    def budget(self) -> Budget:
+        """What its memory is taken from."""
+        return self.prefix.budget
+
+    def odds(self, key: object, start: float, burst: int = 1) -> Odds:
+        """Odds for a new generation, from what is known of those with the same key."""
+        return self.drafting.odds(key, start, burst)
+
+    @property
+    def sources(self) -> dict[object, Source]:
+        """Those who draft for its sequences, by what they were made from."""
+        return self.drafting.sources
+
+    def start(
+        self, sequence: Sequence, request: Request, text_ends: Callable[[int], bool] | None = None
+    ) -> list[StepOutput]:
+        """Lets a sequence generate; returns its first token where the logits for it are known.
+
+        `text_ends` is told every token in turn, and says when a stop string is complete.
+        """
         matcher = self.constrainer.compile(request.constraint) if request.constraint else None
         self._check_tokens(sequence, request.tokens)
         self._check_bias(request)
         if not sequence.tokens and not request.tokens:
             raise RequestError("there is nothing to continue: the prompt has no tokens")
-        if len(sequence.tokens) + len(request.tokens) >= self.n_ctx:
-            raise self._too_long(len(sequence.tokens) + len(request.tokens))
+        n_tokens = len(sequence.tokens) + len(request.tokens)
+        if n_tokens >= self.n_ctx:
+            raise self._too_long(n_tokens)
+        drafter = request.speculate.start(self, sequence) if request.speculate else None
         sampler = make_sampler(self.ops, request.sampling)
         sampler.observe_prompt(np.array([*sequence.tokens, *request.tokens], np.int32))
-        sequence.generation = Generation(request, sampler, matcher)
+        most = min(request.sampling.max_tokens, self.n_ctx - n_tokens)
+        ends = Ends(self.end_ids, most, text_ends)
+        sequence.generation = Generation(request, sampler, matcher, ends, drafter)
+        sequence.speculation = Speculation() if drafter else None
         self._take_prompt(sequence, request)
         self._activate(sequence)
         if sequence.pending > 0 or sequence.logits is None:
             return []
         first = Accepted(sequence, 0)
-        choose([first], self.ops.array(sequence.logits), self.ops)
+        choose(first, self.ops.array(sequence.logits), self.ops)
         outputs = self.scheduler.advance([first])
         self.prefix.remember([first])
         return outputs
@@ -226,7 +261,7 @@ class Engine:
         """Ends what a sequence is doing; it keeps its tokens."""
         if sequence in self.scheduler.active:
             self.scheduler.remove(sequence)
-        sequence.generation = None
+        sequence.end_generation()
 
     def logits(self, tokens: Seq[int]) -> NDArray[np.float32]:
         """Logits after every one of these tokens, in one pass from an empty memory."""

@@ -23,15 +23,21 @@ class MakeRoom:
     def __init__(
         self, memory: Memory, tiers: Tiers, prefix: PrefixCache,
         idle: Callable[[], Iterable[Sequence]], seconds_per_token: Callable[[], float],
+        drafts_give_way: Callable[[], bool],
     ) -> None:  # fmt: skip
         self._memory = memory
         self._tiers = tiers
         self._prefix = prefix
         self._idle = idle
         self._seconds_per_token = seconds_per_token
+        self._drafts_give_way = drafts_give_way
         self.counts = {"parked": 0, "recomputed": 0, "brought back": 0}
 
     def evict_one(self) -> bool:
+        """Drops the cached prefix that is worth least, or what drafts can do without."""
+        return self.evict_cached() or self._drafts_give_way()
+
+    def evict_cached(self) -> bool:
         """Drops the cached prefix that is worth least; False when there is none."""
         return self._prefix.evict_one()
 

@@ -21,7 +21,7 @@ class PrefixCache:
 
     def __init__(self, index: PrefixIndex, budget: Budget) -> None:
         self.index = index
-        self._budget = budget
+        self.budget = budget
 
     def enter(self, sequence: Sequence, others: Iterable[Sequence]) -> None:
         """A new sequence takes what is known of its prompt, or waits for who is computing it.
@@ -51,16 +51,16 @@ class PrefixCache:
             sequence = one.sequence
             if sequence.moved:
                 continue
-            if one.token is not None:
-                self.index.extend(sequence.id, (one.token,))
+            if one.tokens:
+                self.index.extend(sequence.id, one.tokens)
             if self._is_place(one):
                 self._insert(sequence)
 
     def _is_place(self, one: Accepted) -> bool:
         """Whether what a sequence holds now is worth keeping."""
         sequence = one.sequence
-        if one.token is not None:  # it is, at the end of a prompt
-            return one.kept > 1 or sequence.computed == one.kept
+        if one.tokens:  # it is, at the end of a prompt
+            return one.kept > len(one.tokens) or sequence.computed == one.kept
         if sequence.computed == sequence.branch_at:
             return True
         # Nothing in the middle of a prompt has to be kept where memory can be cut back to it.
@@ -105,7 +105,7 @@ class PrefixCache:
     def _insert(self, sequence: Sequence, pin: bool = False, ttl_s: float | None = None) -> None:
         computed = sequence.tokens[: sequence.computed]
         self.index.insert(sequence.id, computed, sequence.salt, pin, ttl_s)
-        while self._budget.free < self._budget.limit // 2 and self.index.evict_one():
+        while self.budget.free < self.budget.limit // 2 and self.index.evict_one():
             pass
 
 

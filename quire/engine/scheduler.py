@@ -14,19 +14,26 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-from quire.engine.sequence import Accepted, Generation, Sequence
+from quire.engine.sequence import Accepted, Sequence
 from quire.errors import BudgetError, QuireError, TierError
 from quire.memory.interface import SeqTokens
-from quire.types import FinishReason, StepOutput
+from quire.types import StepOutput
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One sequence's part of a step: its next `count` tokens; `ends` when they are its last."""
+    """One sequence's part of a step: its next `count` tokens; `ends` when they are its last.
+
+    A draft comes behind them. With `exits` the model's first layers make it within the step, and
+    the tokens here only hold its places.
+    """
 
     sequence: Sequence
     count: int
+    draft: tuple[int, ...] = ()
+    exits: bool = False
 
     @property
     def ends(self) -> bool:
@@ -35,18 +42,58 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class Branch:
+    """Tokens that are tried in a fork of a sequence; `guess` when they are no draft of it."""
+
+    owner: Sequence
+    seq: int
+    tokens: tuple[int, ...]
+    guess: bool
+
+
+@dataclass(frozen=True)
 class Plan:
-    """Who runs in this step."""
+    """Who runs in this step; rows are in order of entries, then branches."""
 
     entries: tuple[Entry, ...]
+    branches: tuple[Branch, ...] = ()
+    exit_after: int = 0
+    """Layers after which drafts are made within the step, for entries that want that."""
 
     def tokens(self) -> list[SeqTokens]:
         """What memory must find room for."""
-        return [
-            SeqTokens(s.id, np.array(s.tokens[s.computed : s.computed + e.count], np.int32))
+        parts = [
+            SeqTokens(
+                s.id, np.array([*s.tokens[s.computed : s.computed + e.count], *e.draft], np.int32)
+            )
             for e in self.entries
             for s in (e.sequence,)
         ]
+        return parts + [SeqTokens(b.seq, np.array(b.tokens, np.int32)) for b in self.branches]
+
+    def counts(self) -> list[tuple[int, int]]:
+        """Sequences and their numbers of new tokens, as memory is asked about them."""
+        whole = [(e.sequence.id, e.count + len(e.draft)) for e in self.entries]
+        return whole + [(b.seq, len(b.tokens)) for b in self.branches]
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens to compute."""
+        return sum(count for _, count in self.counts())
+
+    def wanted_rows(self) -> NDArray[np.int32]:
+        """Rows whose logits are wanted: each entry's last real token, drafts and branches."""
+        rows: list[int] = []
+        at = 0
+        for entry in self.entries:
+            at += entry.count
+            if entry.ends:
+                rows += range(at - 1, at + len(entry.draft))
+            at += len(entry.draft)
+        for branch in self.branches:
+            at += len(branch.tokens)
+            rows += [at - 1] if branch.guess else range(at - len(branch.tokens), at)
+        return np.array(rows, np.int32)
 
 
 class Memory(Protocol):
@@ -82,12 +129,8 @@ _SLACK = 64
 class Scheduler:
     """Keeps the sequences that have something to compute, in order of arrival."""
 
-    def __init__(
-        self, max_tokens: int, n_ctx: int, end_ids: frozenset[int], room: MakeRoom
-    ) -> None:
+    def __init__(self, max_tokens: int, room: MakeRoom) -> None:
         self.max_tokens = max_tokens
-        self.n_ctx = n_ctx
-        self.end_ids = end_ids
         self._room = room
         self._failed: list[Sequence] = []
         self.active: list[Sequence] = []
@@ -183,8 +226,8 @@ class Scheduler:
             sequence = one.sequence
             sequence.computed += one.kept
             sequence.logits = one.logits
-            if one.token is not None:
-                outputs.append(self._gain(one, one.token))
+            if one.tokens:
+                outputs.append(self._gain(one))
             elif sequence.pending == 0:
                 self.remove(sequence)
             if sequence.error:
@@ -192,36 +235,14 @@ class Scheduler:
         failed, self._failed = self._failed, []
         return outputs + [StepOutput(s.id, (), error=s.error) for s in failed]
 
-    def _gain(self, one: Accepted, token: int) -> StepOutput:
-        """One more token of a generating sequence, which may be its last."""
-        sequence, generation = one.sequence, one.sequence.generation
-        assert generation is not None
-        sequence.tokens.append(token)
-        generation.token_ids.append(token)
-        generation.sampler.observe(np.array([token], np.int32))
-        reason: FinishReason | None = None
-        try:
-            reason = self._finish_reason(sequence, generation, token)
-        except QuireError as error:  # this request fails, the others go on
-            sequence.error = error
-        if reason or sequence.error:
+    def _gain(self, one: Accepted) -> StepOutput:
+        """More tokens of a generating sequence, of which the last may be its last."""
+        sequence = one.sequence
+        sequence.tokens.extend(one.tokens)
+        if one.finish_reason or sequence.error:
             self.remove(sequence)
-            sequence.generation = None
-        logprobs = (one.logprob,) if one.logprob else ()
-        return StepOutput(sequence.id, (token,), logprobs, reason)
-
-    def _finish_reason(
-        self, sequence: Sequence, generation: Generation, token: int
-    ) -> FinishReason | None:
-        if generation.matcher and token not in self.end_ids:
-            generation.matcher.consume(token)
-            if generation.matcher.finished:
-                return "stop"
-        if token in self.end_ids and not generation.sampling.ignore_eos:
-            return "stop"
-        if len(generation.token_ids) >= generation.sampling.max_tokens:
-            return "length"
-        return "length" if len(sequence.tokens) >= self.n_ctx else None
+            sequence.end_generation()
+        return StepOutput(sequence.id, tuple(one.tokens), tuple(one.logprobs), one.finish_reason)
 
 
 def _counts(entries: Seq[Entry], slack: int = 0) -> list[tuple[int, int]]:

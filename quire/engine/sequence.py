@@ -3,36 +3,82 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.engine.constrain import Matcher
 from quire.errors import QuireError
-from quire.types import FinishReason, Request, TokenLogprob
+from quire.types import FinishReason, Request, Speculation, TokenLogprob
+
+if TYPE_CHECKING:
+    from quire.speculate.interface import Drafter
 
 _MASK = 2**64 - 1
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What ends a generation, besides its constraint."""
+
+    ids: frozenset[int]
+    """Tokens that end it."""
+    most: int
+    """Tokens that it may have."""
+    text: Callable[[int], bool] | None = None
+    """Told every token in turn; says when a stop string is complete."""
 
 
 class Generation:
     """One request at work on a sequence: its sampler, its constraint, what it made so far."""
 
-    def __init__(self, request: Request, sampler: Any, matcher: Matcher | None) -> None:
+    def __init__(
+        self, request: Request, sampler: Any, matcher: Matcher | None, ends: Ends,
+        drafter: Drafter | None = None,
+    ) -> None:  # fmt: skip
         self.request = request
         self.sampling = request.sampling
         self.sampler = sampler
         self.matcher = matcher
+        self.ends = ends
+        self.drafter = drafter
         self.token_ids: list[int] = []
-        self.finish_reason: FinishReason | None = None
         seed = request.sampling.seed
         self._seed = int.from_bytes(os.urandom(8)) if seed is None else seed
 
-    def uniform(self) -> float:
-        """The random number for the next token: it depends on seed and place, on nothing else."""
-        x = (self._seed + (len(self.token_ids) + 1) * 0x9E3779B97F4A7C15) & _MASK
+    @property
+    def left(self) -> int:
+        """Tokens that may still come."""
+        return self.ends.most - len(self.token_ids)
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether a token's chances depend on the output before it, beyond the model's logits."""
+        s = self.sampling
+        penalties = (s.repetition_penalty != 1, s.presence_penalty != 0, s.frequency_penalty != 0)
+        return self.matcher is not None or any(penalties)
+
+    def take(self, token: int) -> FinishReason | None:
+        """One more token; says whether it is the last one, and why."""
+        self.token_ids.append(token)
+        self.sampler.observe(np.array([token], np.int32))
+        if self.matcher and token not in self.ends.ids:
+            self.matcher.consume(token)
+            if self.matcher.finished:
+                return "stop"
+        if token in self.ends.ids and not self.sampling.ignore_eos:
+            return "stop"
+        if self.ends.text and self.ends.text(token):
+            return "stop"
+        return "length" if self.left <= 0 else None
+
+    def uniform(self, ahead: int = 0) -> float:
+        """The random number of a token to come: it depends on seed and place, on nothing else."""
+        x = (self._seed + (len(self.token_ids) + ahead + 1) * 0x9E3779B97F4A7C15) & _MASK
         x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
         return ((x ^ (x >> 31)) >> 11) * 2.0**-53
@@ -57,7 +103,14 @@ class Sequence:
         self.branch_at: int | None = None  # where its prompt leaves one that is known already
         self.waits_for: tuple[Sequence, int] | None = None  # who computes our first tokens too
         self.generation: Generation | None = None
+        self.speculation: Speculation | None = None  # of the current or last request
         self.error: QuireError | None = None
+
+    def end_generation(self) -> None:
+        """Lets go of what it was generating, and of what was kept for that."""
+        generation, self.generation = self.generation, None
+        if generation and generation.drafter:
+            generation.drafter.close()
 
     @property
     def generating(self) -> bool:
@@ -85,11 +138,24 @@ class Sequence:
 class Accepted:
     """What one sequence keeps of a step: its first `kept` tokens, and what follows them.
 
-    A generating sequence gets a token; one that was only to be computed gets its last logits.
+    A generating sequence gets tokens: those of its draft that were right, and one more. One that
+    was only to be computed gets its last logits.
     """
 
     sequence: Sequence
     kept: int
-    token: int | None = None
-    logprob: TokenLogprob | None = None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
     logits: NDArray[np.float32] | None = None
+    drafted: int = 0
+    """Tokens of the draft that were computed."""
+    branch: int | None = None
+    """The fork that holds the tokens that were right, where it is not the sequence itself."""
+    guesses: list[int] = field(default_factory=list)
+    """What follows each of its branches that are no drafts."""
+
+    @property
+    def agreed(self) -> int:
+        """Tokens of the draft that were right: all but the last, which is the model's own."""
+        return max(len(self.tokens) - 1, 0)

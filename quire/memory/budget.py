@@ -15,6 +15,7 @@ class Budget:
         if limit_bytes < 1:
             raise RequestError(f"a memory budget must be at least 1 byte, not {limit_bytes}")
         self.limit = limit_bytes
+        self.whole: Budget = self
         self._used = 0
         self._by_use: dict[str, int] = {}
         self._savers: list[Callable[[], None]] = []
@@ -77,3 +78,39 @@ class Budget:
             f"of the budget are free (held: {held or 'nothing'}); free sequences or checkpoints, "
             "or raise memory_budget"
         )
+
+
+class Share(Budget):
+    """What one of several models on a budget holds of it; the limit is that of all together."""
+
+    def __init__(self, whole: Budget, name: str) -> None:
+        super().__init__(whole.limit)
+        self.whole = whole
+        self._name = name
+
+    @property
+    def free(self) -> int:
+        """Bytes that can still be reserved, whoever holds the others."""
+        return self.whole.free
+
+    def reserve(self, n_bytes: int, what: str) -> None:
+        """Counts bytes as held by a use, or raises BudgetError and changes nothing."""
+        self.whole.reserve(n_bytes, f"{self._name}: {what}")
+        super().reserve(n_bytes, what)
+
+    def release(self, n_bytes: int, what: str) -> None:
+        """Gives bytes of a use back."""
+        super().release(n_bytes, what)
+        self.whole.release(n_bytes, f"{self._name}: {what}")
+
+    def on_shortage(self, give_back: Callable[[], None]) -> None:
+        """Somebody who keeps bytes for later, and gives them back when others need them."""
+        self.whole.on_shortage(give_back)
+
+    def forget(self, give_back: Callable[[], None]) -> None:
+        """Nothing is kept there any more."""
+        self.whole.forget(give_back)
+
+    def reclaim(self) -> None:
+        """Has everybody give back what is only kept for later."""
+        self.whole.reclaim()

@@ -13,11 +13,13 @@ from enum import Enum
 from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple, Self, TypedDict
 
+import numpy as np
+
 from quire.memory.checkpoint import Checkpoints
 from quire.memory.layout import AttentionLayout, Int32
 from quire.memory.pool import PagePool, fit_together
 from quire.memory.saved import Extra, Found, StateFlags, StateRead
-from quire.memory.state_layout import StateView
+from quire.memory.state_layout import Part, StateView
 from quire.memory.tiers import Tier
 
 
@@ -78,6 +80,15 @@ class PageView:
         """Offsets of K and V in a page for each layer of the group that stores them."""
         return self.layout.offsets
 
+    def part(self, part: Part) -> PageView:
+        """What the kernels see when only a part of the new tokens is computed."""
+        seqs, positions = part.seqs, self.slot_positions
+        return PageView(
+            self.address, self.page_bytes, self.page_tokens, self.layout, self.tables[seqs],
+            self.first[seqs], self.length[seqs] - part.behind, self.slots[part.tokens],
+            None if positions is None else positions[seqs],
+        )  # fmt: skip
+
 
 @dataclass(slots=True)
 class MicroBatch:
@@ -89,6 +100,25 @@ class MicroBatch:
     """The row in `seqs`, and in every view, that each token belongs to."""
     seqs: list[int]
     views: dict[str, PageView | StateView]
+
+    @property
+    def counts(self) -> Int32:
+        """How many new tokens each sequence has."""
+        return np.bincount(self.seq_rows, minlength=len(self.seqs)).astype(np.int32)
+
+    def part(self, seqs: Int32, starts: Int32, counts: Int32) -> MicroBatch:
+        """`counts[i]` of the new tokens of the sequence in row `seqs[i]`, from `starts[i]` on.
+
+        Those before must have been computed in the layers that this part is run through.
+        """
+        whole = self.counts
+        rows = np.repeat(np.arange(len(seqs), dtype=np.int32), counts)
+        ahead = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+        tokens = ((np.cumsum(whole) - whole)[seqs] + starts)[rows] + ahead
+        part = Part(seqs, tokens, starts, whole[seqs] - starts - counts)
+        views = {name: view.part(part) for name, view in self.views.items()}
+        ids = [self.seqs[i] for i in seqs.tolist()]
+        return MicroBatch(self.tokens[tokens], self.positions[tokens], rows, ids, views)
 
 
 class GroupStats(TypedDict):

@@ -6,6 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from quire.errors import ModelError
 from quire.memory.layout import Int32, aligned
 
@@ -91,6 +94,20 @@ Replays the raw inputs of entries 0 … n_entries-1 one by one, in float32, on t
 It reads the first two pages and never writes them."""
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some of the new tokens of a micro-batch, as its views are told."""
+
+    seqs: Int32
+    """Rows of the sequences that have any."""
+    tokens: NDArray[np.int64]
+    """Rows of the tokens."""
+    starts: Int32
+    """For each sequence, how many of its new tokens come before."""
+    behind: Int32
+    """For each sequence, how many come after."""
+
+
 @dataclass(slots=True)
 class StateView:
     """A recurrent group as the kernels of one micro-batch see it; valid until the next one.
@@ -141,3 +158,16 @@ class StateView:
     def offsets(self) -> tuple[tuple[int, int], ...]:
         """Offsets of state and log in their pages for each layer of the group."""
         return self.layout.offsets
+
+    def part(self, part: Part) -> StateView:
+        """What the kernels see when only a part of the new tokens is computed: of logs, any."""
+        seqs = part.seqs
+        scans = self.state_out[seqs] >= 0
+        assert not (part.starts + part.behind)[scans].any(), "a scan is computed as a whole"
+        length = self.log_length[seqs] + part.starts
+        log = np.where(scans, self.log_in[seqs], np.where(length > 0, self.log_out[seqs], -1))
+        return StateView(
+            self.state_address, self.log_address, self.layout, self.state_in[seqs],
+            self.state_out[seqs], log.astype(np.int32), length, self.log_out[seqs],
+            self.tail[seqs],
+        )  # fmt: skip

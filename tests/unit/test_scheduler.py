@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.engine.scheduler import Scheduler
-from quire.engine.sequence import Accepted, Generation, Sequence
+from quire.engine.sequence import Accepted, Ends, Generation, Sequence
 from quire.types import Request, Sampling
 
 END = 99
@@ -72,7 +72,7 @@ class NoSampler:
 def sequence(id: int, prompt: int, answer: int) -> Sequence:
     made = Sequence(id, [1] * prompt)
     made.generation = Generation(
-        Request((), Sampling(max_tokens=answer)), NoSampler(), matcher=None
+        Request((), Sampling(max_tokens=answer)), NoSampler(), None, Ends(frozenset({END}), answer)
     )
     return made
 
@@ -86,7 +86,9 @@ def step(scheduler: Scheduler, memory: CountingMemory, token: int = 5) -> list[A
         memory.held[entry.sequence.id] = held + entry.count
         one = Accepted(entry.sequence, entry.count)
         if entry.ends:
-            one.token = token
+            assert entry.sequence.generation is not None
+            one.tokens = [token]
+            one.finish_reason = entry.sequence.generation.take(token)
         accepted.append(one)
     assert sum(e.count for e in plan.entries) <= scheduler.max_tokens
     assert sum(memory.held.values()) <= memory.room
@@ -107,7 +109,7 @@ def test_whoever_fits_alone_finishes(
     sizes: list[tuple[int, int]], room: int, max_tokens: int, tier: int
 ) -> None:
     memory = CountingMemory(room, tier)
-    scheduler = Scheduler(max_tokens, 10_000, frozenset({END}), memory.giving)
+    scheduler = Scheduler(max_tokens, memory.giving)
     for id, (prompt, answer) in enumerate(sizes):
         scheduler.add(sequence(id, prompt, answer))
     gained = dict.fromkeys(range(len(sizes)), 0)
@@ -123,7 +125,7 @@ def test_whoever_fits_alone_finishes(
 
 def test_one_that_does_not_fit_alone_fails_and_others_go_on() -> None:
     memory = CountingMemory(50)
-    scheduler = Scheduler(64, 10_000, frozenset(), memory.giving)
+    scheduler = Scheduler(64, memory.giving)
     scheduler.add(sequence(0, 51, 5))
     scheduler.add(sequence(1, 10, 5))
     outputs = []
@@ -136,7 +138,7 @@ def test_one_that_does_not_fit_alone_fails_and_others_go_on() -> None:
 
 def test_generating_sequences_do_not_wait_for_a_prompt() -> None:
     memory = CountingMemory(1000)
-    scheduler = Scheduler(8, 10_000, frozenset(), memory.giving)
+    scheduler = Scheduler(8, memory.giving)
     scheduler.add(sequence(0, 4, 50))
     step(scheduler, memory)
     scheduler.add(sequence(1, 100, 5))
@@ -149,7 +151,7 @@ def test_generating_sequences_do_not_wait_for_a_prompt() -> None:
 def test_an_end_token_ends_unless_ignored() -> None:
     for ignore, reason in ((False, "stop"), (True, None)):
         memory = CountingMemory(100)
-        scheduler = Scheduler(8, 10_000, frozenset({END}), memory.giving)
+        scheduler = Scheduler(8, memory.giving)
         one = sequence(0, 2, 50)
         assert one.generation is not None
         one.generation.sampling = Sampling(max_tokens=50, ignore_eos=ignore)

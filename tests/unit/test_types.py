@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quire.config import LoadConfig, parse_bytes
-from quire.engine.sequence import Generation
+from quire.engine.sequence import Ends, Generation
 from quire.errors import RequestError
 from quire.types import Request, Sampling
 
@@ -67,7 +67,7 @@ def test_bad_load_settings_are_refused(settings: dict[str, Any]) -> None:
 
 def test_random_numbers_depend_on_seed_and_place_alone() -> None:
     def draws(seed: int) -> list[float]:
-        generation = Generation(Request((), Sampling(seed=seed)), None, None)
+        generation = Generation(Request((), Sampling(seed=seed)), None, None, Ends(frozenset(), 8))
         out = []
         for _ in range(200):
             out.append(generation.uniform())

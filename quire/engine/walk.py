@@ -1,0 +1,112 @@
+"""Drafting within a step: room for all tokens is there, and they become known one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.engine.sampling import sample
+from quire.engine.sequence import Generation
+from quire.memory.interface import MicroBatch
+from quire.memory.layout import Int32
+from quire.models.registry import Model
+from quire.ops import Array, Ops
+
+
+class Runs(Protocol):
+    """Who runs a model."""
+
+    model: Model
+    ops: Ops
+
+    def run(self, ubatch: MicroBatch, stop: int | None = None) -> Array:
+        """Tokens through the first `stop` layers, or all."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A sequence whose last `n` new tokens are places, to be filled in."""
+
+    row: int
+    n: int
+    generation: Generation
+
+
+@dataclass(frozen=True)
+class Walked:
+    """What a walk found, and what it took."""
+
+    hidden: NDArray[np.float32]
+    """Rows of all tokens after the layers that were run."""
+    drafts: list[list[int]]
+    """What was drawn for each line."""
+    seconds: float
+    """For everything after the tokens that were there from the start."""
+    seconds_per_token: float
+
+
+def walk(
+    runner: Runs, ubatch: MicroBatch, lines: Seq[Line], stop: int, one_more: bool = False
+) -> Walked:
+    """Computes `stop` layers of the tokens that are there, then of each drawn one in turn.
+
+    A drawn token is put into its place in `ubatch.tokens`. It is drawn as the generation would
+    draw it, from what the output makes of those layers. `one_more` draws a token behind the last
+    place too, for which there is none.
+    """
+    counts = ubatch.counts
+    there = counts.copy()
+    for line in lines:
+        there[line.row] -= line.n
+    everybody = np.arange(len(counts), dtype=np.int32)
+    x = runner.run(ubatch.part(everybody, np.zeros_like(counts), there), stop)
+    start = perf_counter()
+    firsts: Int32 = (np.cumsum(counts) - counts).astype(np.int32)
+    hidden = np.empty((len(ubatch.tokens), runner.ops.numpy(x).shape[1]), np.float32)
+    hidden[_rows(firsts, there)] = runner.ops.numpy(x)
+    drafts: list[list[int]] = [[] for _ in lines]
+    latest = {i: int(there[: line.row + 1].sum()) - 1 for i, line in enumerate(lines)}
+    steps = 0
+    try:
+        while latest:
+            steps += 1
+            _draw(runner, x, lines, latest, drafts)
+            going = [i for i in latest if len(drafts[i]) <= lines[i].n]
+            if not going:
+                break
+            seqs: Int32 = np.array([lines[i].row for i in going], np.int32)
+            done: Int32 = np.array([len(drafts[i]) - 1 for i in going], np.int32)
+            at = firsts[seqs] + there[seqs] + done
+            ubatch.tokens[at] = [drafts[i][-1] for i in going]
+            x = runner.run(ubatch.part(seqs, there[seqs] + done, np.ones_like(seqs)), stop)
+            hidden[at] = runner.ops.numpy(x)
+            latest = {
+                i: row for row, i in enumerate(going) if len(drafts[i]) < lines[i].n + one_more
+            }
+    finally:
+        for line, drawn in zip(lines, drafts, strict=True):
+            line.generation.sampler.unobserve(np.array(drawn, np.int32))
+    seconds = perf_counter() - start
+    return Walked(hidden, drafts, seconds, seconds / max(steps, 1))
+
+
+def _draw(
+    runner: Runs, x: Array, lines: Seq[Line], latest: dict[int, int], drafts: list[list[int]]
+) -> None:
+    """The next token of each line, from its latest row."""
+    rows = np.array(list(latest.values()), np.int32)
+    logits = runner.model.logits(runner.ops.take_rows(x, rows))
+    wanted = [(row, lines[i].generation, len(drafts[i])) for row, i in enumerate(latest)]
+    for i, token in zip(latest, sample(runner.ops, logits, wanted), strict=True):
+        drafts[i].append(token)
+        lines[i].generation.sampler.observe(np.array([token], np.int32))
+
+
+def _rows(firsts: Int32, counts: Int32) -> NDArray[np.intp]:
+    """The first so many rows of each sequence."""
+    return np.concatenate([np.arange(a, a + n) for a, n in zip(firsts, counts, strict=True)])

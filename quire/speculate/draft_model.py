@@ -1,0 +1,220 @@
+"""A smaller model drafts: it keeps up with each sequence in a memory of its own.
+
+What it drafts it computes token by token inside one lease, which stays open until the draft is
+judged and then keeps what was right. So its rejected tokens go the way the target's do: a cursor
+moves, whatever the kind of memory, and no token is computed twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from quire.engine.constrain import Vocabulary
+from quire.engine.sequence import Accepted, Sequence
+from quire.engine.walk import Line, walk
+from quire.errors import OutOfMemory, RequestError
+from quire.memory.interface import Lease, SeqTokens
+from quire.speculate.interface import Draft, Drafter, Offer, Source, Target, Wanted
+from quire.speculate.odds import Odds, smooth
+
+if TYPE_CHECKING:
+    from quire.engine.engine import Engine
+
+_START = 0.7  # how sure a draft is taken to be at first
+_BEHIND = 4  # tokens that a draft may begin with; more are computed before it
+
+
+class Loaded(Protocol):
+    """A loaded model, as `quire.load` gives it."""
+
+    engine: Engine
+
+
+@dataclass(frozen=True, eq=False)
+class DraftModel:
+    """Drafts with another model of the same vocabulary."""
+
+    llm: Loaded
+    most: int = 8
+    """Tokens of the longest draft."""
+
+    def __post_init__(self) -> None:
+        if self.most < 1:
+            raise RequestError(f"DraftModel's most is {self.most}; a draft has at least 1 token")
+
+    def start(self, target: Target, sequence: Sequence) -> Drafter:
+        """A drafter with a sequence of its own in the other model's memory."""
+        engine = self.llm.engine
+        if engine.memory is target.memory:
+            raise RequestError("a model cannot be its own draft model; use speculate='early-exit'")
+        key = (DraftModel, engine)
+        source = target.sources.get(key)
+        if source is None:
+            check_vocabulary(target.constrainer.vocabulary, engine.constrainer.vocabulary)
+            source = target.sources[key] = Follower(
+                engine, engine.budget.whole is target.budget.whole
+            )
+        assert isinstance(source, Follower)
+        return DraftModelDrafter(source, sequence, self.most, target.odds(key, _START))
+
+
+def check_vocabulary(target: Vocabulary, draft: Vocabulary) -> None:
+    """Raises RequestError where the two models do not mean the same by every token id."""
+    if target.n_vocab != draft.n_vocab:
+        raise RequestError(
+            f"the draft model has {draft.n_vocab} tokens, the model {target.n_vocab}; they need "
+            "the same vocabulary"
+        )
+    for id in range(target.n_vocab):
+        ours, theirs = target.token_bytes(id), draft.token_bytes(id)
+        if ours != theirs:
+            raise RequestError(
+                f"token {id} is {theirs!r} to the draft model and {ours!r} to the model; they need "
+                "the same vocabulary"
+            )
+
+
+class DraftModelDrafter(Drafter):
+    """Has a sequence that follows the target's; it is opened with the first draft."""
+
+    def __init__(self, source: Follower, sequence: Sequence, most: int, odds: Odds) -> None:
+        self._source = source
+        self._sequence = sequence
+        self._most = most
+        self._odds = odds
+
+    def offer(self, sequence: Sequence, most: int) -> Offer | None:
+        """As far as the draft model's context goes."""
+        most = min(most, self._most, self._source.room(sequence))
+        return Offer(self._source, most, self._odds) if most > 0 else None
+
+    def close(self) -> None:
+        """The sequence goes; what it holds is kept as a cached prefix, like any."""
+        self._source.leave(self._sequence)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One sequence's draft in the open lease."""
+
+    own: Sequence
+    pending: int
+    """Tokens before the draft."""
+    n: int
+    """Tokens of the draft, of which the last is not computed."""
+
+
+class Follower(Source):
+    """Drafts for all sequences of a step in one batch of the draft model."""
+
+    def __init__(self, engine: Engine, shares_budget: bool) -> None:
+        self._engine = engine
+        self._shares_budget = shares_budget
+        self._own: dict[Sequence, Sequence] = {}
+        self._lease: Lease | None = None
+        self._parts: dict[Sequence, Part] = {}
+
+    def room(self, sequence: Sequence) -> int:
+        """How far a draft behind this sequence could go."""
+        return self._engine.n_ctx - len(sequence.tokens)
+
+    def leave(self, sequence: Sequence) -> None:
+        """A target's sequence is no longer followed."""
+        if sequence in self._own:
+            self._engine.close(self._own.pop(sequence))
+
+    def draft(self, wanted: Seq[Wanted]) -> list[Draft]:
+        """All of them, or none where the draft model has no room."""
+        try:
+            own = [self._caught_up(one.sequence) for one in wanted]
+            return self._drafts(wanted, own)
+        except OutOfMemory:
+            self.cancel()
+            return [Draft() for _ in wanted]
+
+    def _drafts(self, wanted: Seq[Wanted], own: list[Sequence]) -> list[Draft]:
+        """The drafts, in a lease that stays open."""
+        start = perf_counter()
+        engine = self._engine
+        entries: list[SeqTokens] = []
+        lines: list[Line] = []
+        for one, mine in zip(wanted, own, strict=True):
+            n = min(one.n, engine.memory.room_for_draft(mine.id) - mine.pending + 1)
+            tokens = [*mine.tokens[mine.computed :], *[0] * (n - 1)]
+            assert one.sequence.generation is not None
+            lines.append(Line(len(lines), n - 1, one.sequence.generation))
+            entries.append(SeqTokens(mine.id, np.array(tokens, np.int32)))
+            self._parts[one.sequence] = Part(mine, mine.pending, n)
+        self._lease = self._reserved(entries)
+        runner = engine.runner
+        walked = walk(runner, self._lease.ubatch, lines, runner.model.n_layers, one_more=True)
+        self.seconds_per_token = smooth(self.seconds_per_token, walked.seconds_per_token)
+        self.seconds_at_all = smooth(self.seconds_at_all, perf_counter() - start - walked.seconds)
+        return [Draft(tuple(draft)) for draft in walked.drafts]
+
+    def _caught_up(self, sequence: Sequence) -> Sequence:
+        """The sequence that follows, with all of the target's tokens and few left to compute."""
+        engine = self._engine
+        if sequence not in self._own:
+            own = self._own[sequence] = engine.open()
+            own.salt = sequence.salt
+            own.tokens.extend(sequence.tokens)
+            engine.prefix.enter(own, ())
+        own = self._own[sequence]
+        engine.hold(own)
+        own.tokens.extend(sequence.tokens[len(own.tokens) :])
+        while own.pending > _BEHIND:
+            count = min(own.pending - 1, engine.scheduler.max_tokens)
+            tokens = np.array(own.tokens[own.computed : own.computed + count], np.int32)
+            with self._reserved([SeqTokens(own.id, tokens)]) as lease:
+                engine.runner.run(lease.ubatch)
+                lease.commit({own.id: count})
+            own.computed += count
+        return own
+
+    def _reserved(self, entries: list[SeqTokens]) -> Lease:
+        """Room in the draft model's memory; what it has cached gives way."""
+        while True:
+            try:
+                return self._engine.memory.reserve(entries)
+            except OutOfMemory:
+                if not self._engine.prefix.evict_one():
+                    raise
+
+    def settle(self, accepted: Seq[Accepted]) -> None:
+        """Keeps what was right; the last token of a draft was not computed yet."""
+        if self._lease is None:
+            return
+        kept: dict[int, int] = {}
+        for one in accepted:
+            part = self._parts.get(one.sequence)
+            if part:
+                kept[part.own.id] = part.pending + min(one.agreed, part.n - 1)
+                part.own.tokens.extend(one.tokens)
+                part.own.computed += kept[part.own.id]
+        self._lease.commit(kept)
+        self.cancel()
+
+    def cancel(self) -> None:
+        """The lease ends; what was not kept is as if it had never been."""
+        lease, self._lease = self._lease, None
+        self._parts = {}
+        if lease:
+            lease.abort()
+
+    def give_way(self) -> bool:
+        """Drops what is cached, then what follows the targets: it can be computed again."""
+        if not self._shares_budget:
+            return False
+        if self._engine.prefix.evict_one():
+            return True
+        for own in self._own.values():
+            if own.computed and not own.parked:
+                self._engine.room.give_up(own)
+                return True
+        return False
