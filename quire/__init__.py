@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from quire import errors
+from quire.engine.sequence import Mark
 from quire.llm import LLM, Stream, load
 from quire.report import MemoryReport
 from quire.session import Session
-from quire.session_file import Mark
 from quire.text.tokenizer import Tokenizer
 from quire.types import (
     Completion,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from quire.engine.engine import Engine
 from quire.engine.sequence import Sequence
-from quire.errors import QuireError
+from quire.errors import QuireError, RequestError
 from quire.models.extent import Extent
 from quire.text.detokenize import Detokenizer
 from quire.types import Completion, FinishReason, Request, StepOutput, Timings, TokenLogprob
@@ -96,15 +97,32 @@ class JobRunner:
         self._engine = engine
         self._end_ids = end_ids
         self._jobs: dict[int, Job] = {}
+        self._later: deque[Callable[[], None]] = deque()
 
     def start(self, job: Job) -> None:
         """Sets a job going on its sequence."""
+        self.tidy()
+        self.check_idle(job.sequence)
         self._jobs[job.sequence.id] = job
         try:
             self._deliver(self._engine.start(job.sequence, job.request, job.text_ends))
         except BaseException:
             self.drop(job)
             raise
+
+    def check_idle(self, sequence: Sequence) -> None:
+        """Refuses to work on a sequence that is generating."""
+        if sequence.id in self._jobs:
+            raise RequestError("a stream runs on this session; read it to its end or close it")
+
+    def later(self, action: Callable[[], None]) -> None:
+        """Does something before the next step: what is collected as garbage may come in one."""
+        self._later.append(action)
+
+    def tidy(self) -> None:
+        """Does what was put off."""
+        while self._later:
+            self._later.popleft()()
 
     def finish(self, jobs: Seq[Job]) -> None:
         """Steps until all of these are done."""
@@ -113,12 +131,26 @@ class JobRunner:
 
     def step(self) -> None:
         """One step for everybody."""
+        self.tidy()
         self._deliver(self._engine.step())
+
+    def close(self) -> None:
+        """Ends all jobs."""
+        self.tidy()
+        for job in list(self._jobs.values()):
+            self.drop(job)
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Ends what runs on a sequence, if anything does."""
+        if job := self._jobs.get(sequence.id):
+            self.drop(job)
 
     def drop(self, job: Job) -> None:
         """Ends a job, and its sequence unless that is to be kept; once is enough."""
         if self._jobs.get(job.sequence.id) is job:
             del self._jobs[job.sequence.id]
+            if not job.done:
+                job.finish_reason = "cancelled"
             end = self._engine.stop if job.keep else self._engine.close
             end(job.sequence)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -23,7 +24,7 @@ from quire.engine.sequence import Sequence
 from quire.errors import RequestError
 from quire.jobs import Job, JobRunner
 from quire.memory.budget import Budget, Share
-from quire.memory.build import build_memory
+from quire.memory.build import build_memory, longest_sequence
 from quire.memory.prefix import PrefixIndex
 from quire.memory.tiers import DiskTier, Tiers
 from quire.models.extent import Extent, limited
@@ -74,10 +75,8 @@ class LLM:
         self.budget.release(expected, "weights")
         self.budget.reserve(self.model.weight_bytes, "weights")
         memory = build_memory(self.model.groups, self.budget, settings, self.model.kernels)
-        stats = memory.stats()  # only full attention needs ever more pages as a context grows
-        full = [stats[g.name]["pages_free"] for g in self.model.groups if g.kind == "attention"]
-        rooms = [pages * settings.page_tokens for pages in full]
-        self.n_ctx = settings.n_ctx or min([self.model.n_ctx_train, *rooms])
+        room = longest_sequence(self.model.groups, self.budget.free, settings)
+        self.n_ctx = settings.n_ctx or min(self.model.n_ctx_train, room)
         constrainer = Constrainer(self.tokenizer)
         end_ids = self.tokenizer.eog_ids
         prefix = PrefixCache(
@@ -127,7 +126,7 @@ class LLM:
         batched = _is_batch(prompt)
         prompts: Any = prompt if batched else [prompt]
         chosen = (sampling or Sampling()).replace(**fields)
-        request = Request((), chosen, constraint, cache_salt, self.speculator(speculate))
+        request = Request((), chosen, constraint, _salt(cache_salt), self.speculator(speculate))
         jobs: list[Job] = []
         try:
             for one in prompts:
@@ -147,7 +146,7 @@ class LLM:
     ) -> Stream:  # fmt: skip
         """Continues a prompt piece by piece; its `completion` is there once it is used up."""
         chosen = (sampling or Sampling()).replace(**fields)
-        request = Request((), chosen, constraint, cache_salt, self.speculator(speculate))
+        request = Request((), chosen, constraint, _salt(cache_salt), self.speculator(speculate))
         return Stream(self, self._start(prompt, request, stop))
 
     def chat(
@@ -187,9 +186,9 @@ class LLM:
         """Whether the model says how a conversation is written."""
         return self.tokenizer.chat_template is not None
 
-    def session(self) -> Session:
+    def session(self, cache_salt: str = "") -> Session:
         """An empty session: a context to append to, fork, rewind and generate from."""
-        return Session(self, self.engine.open())
+        return Session(self, self.engine.open(_salt(cache_salt)))
 
     def open(self, path: str | os.PathLike[str]) -> Session:
         """A session as it was saved: it goes on with the same bits, and computes nothing again."""
@@ -206,18 +205,20 @@ class LLM:
     @property
     def memory(self) -> MemoryReport:
         """What memory holds now; prints as a table."""
+        self.jobs.tidy()
         return MemoryReport(self.engine, self.budget)
 
     def forget(self, salt: str | None = None) -> None:
         """Drops cached prefixes: all of them, or those of one salt."""
+        self.jobs.tidy()
         self.engine.prefix.index.forget(salt)
 
     def close(self) -> None:
-        """Gives back everything that is held."""
-        self.engine.prefix.index.close()
-        self.engine.memory.close()
-        self.budget.release(self.model.weight_bytes, "weights")
-        self.engine.tiers.close()
+        """Ends what runs, closes sessions and gives everything back; once is enough."""
+        if not self.engine.closed:
+            self.jobs.close()
+            self.engine.shut()
+            self.budget.release(self.model.weight_bytes, "weights")
 
     def __enter__(self) -> LLM:
         return self
@@ -251,7 +252,14 @@ class LLM:
 
     def tokens_of(self, prompt: Prompt, add_special: bool = True) -> list[int]:
         """A prompt's token ids."""
-        return self.encode(prompt, add_special) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            return self.encode(prompt, add_special)
+        try:
+            return [operator.index(token) for token in prompt]
+        except TypeError as error:
+            raise RequestError(
+                f"a prompt is a text or a list of token ids, not {prompt!r:.80}"
+            ) from error
 
     def _start(self, prompt: Prompt, request: Request, stop: str | Seq[str]) -> Job:
         request = replace(request, tokens=tuple(self.tokens_of(prompt)))
@@ -259,27 +267,27 @@ class LLM:
 
 
 class Stream:
-    """Pieces of text as they come; closing it early gives its pages back."""
+    """An iterator over pieces of text as they come; closing it early gives its pages back."""
 
     def __init__(self, llm: LLM, job: Job) -> None:
         self._llm = llm
         self._job = job
-        self._open = True
 
     def __iter__(self) -> Iterator[str]:
-        try:
-            while True:
-                piece = self._job.take()
-                if piece:
-                    yield piece
-                elif self._job.done:
-                    break
-                else:
-                    self._llm.jobs.step()
+        return self
+
+    def __next__(self) -> str:
+        while not (piece := self._job.take()):
             if self._job.error:
                 raise self._job.error
-        finally:
-            self.close()
+            if self._job.done:
+                raise StopIteration
+            try:
+                self._llm.jobs.step()
+            except BaseException:
+                self.close()
+                raise
+        return piece
 
     @property
     def completion(self) -> Completion:
@@ -288,12 +296,18 @@ class Stream:
 
     def close(self) -> None:
         """Ends the generation."""
-        if self._open:
-            self._open = False
-            self._llm.jobs.drop(self._job)
+        self._llm.jobs.drop(self._job)
 
     def __del__(self) -> None:
-        self.close()
+        jobs, job = self._llm.jobs, self._job
+        if not job.done:
+            jobs.later(lambda: jobs.drop(job))
+
+
+def _salt(salt: str) -> str:
+    if not isinstance(salt, str):
+        raise RequestError(f"cache_salt is a text, not {salt!r}")
+    return salt
 
 
 def load(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Unpack
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.engine.sequence import Sequence
+from quire.engine.sequence import Mark, Sequence
 from quire.errors import RequestError
-from quire.session_file import Mark, save_session
+from quire.session_file import save_session
 from quire.types import Completion, Constraint, Request, Sampling, SamplingFields
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Session:
 
     def append(self, prompt: str | Seq[int]) -> Session:
         """Adds text or token ids and computes them now."""
-        sequence = self._live()
+        sequence = self._resting()
         tokens = self._llm.tokens_of(prompt, add_special=not sequence.tokens)
         before = len(sequence.tokens)
         self._llm.engine.append(sequence, tokens)
@@ -92,10 +92,7 @@ class Session:
         if not sequence.tokens:
             raise RequestError("an empty session has no logits; append something first")
         if sequence.logits is None:
-            last = sequence.tokens[-1]
-            if sequence.pending == 0:
-                self._llm.engine.truncate(sequence, len(sequence.tokens) - 1)
-                self._llm.engine.append(sequence, [last])
+            self._llm.engine.want_logits(self._resting())
             self._compute()
         assert sequence.logits is not None
         return sequence.logits.copy()
@@ -111,31 +108,33 @@ class Session:
 
     def checkpoint(self, name: str | None = None) -> Mark:
         """A mark of this place, under a name of this session; moves no bytes."""
-        sequence = self._live()
         if name is None:
             made = (f"mark-{i}" for i in range(1, len(self._marks) + 2))
             name = next(mark for mark in made if mark not in self._marks)
-        elif name in self._marks:
-            raise RequestError(f"this session has a mark {name!r} already; choose another name")
-        held = self._llm.engine.checkpoint(sequence)
-        mark = Mark(
-            name, tuple(sequence.tokens), sequence.computed, sequence.logits, sequence.moved, held
-        )
-        self._marks[name] = mark
+        elif not isinstance(name, str) or not name or name in self._marks:
+            raise RequestError(f"a mark needs a name that this session has not yet, not {name!r}")
+        self._marks[name] = mark = self._llm.engine.mark(self._live(), name)
         return mark
+
+    def drop(self, mark: Mark) -> Session:
+        """Gives up a mark made in this session, and the pages that only it holds."""
+        if self._live() and self._marks.get(mark.name) is not mark:
+            raise RequestError(
+                f"mark {mark.name!r} is none of this session; it has {[*self._marks]}"
+            )
+        self._llm.engine.memory.checkpoint_delete(self._marks.pop(mark.name).checkpoint)
+        return self
 
     def rewind(self, to: Mark | int) -> Session:
         """Back to a mark, or by a negative number of tokens."""
-        sequence = self._live()
+        sequence = self._resting()
+        n = len(sequence.tokens)
         if isinstance(to, Mark):
-            self._llm.engine.restore(sequence, to.checkpoint, to.tokens, to.computed, to.moved)
-            sequence.logits = to.logits
-        elif -len(sequence.tokens) <= to < 0:
-            self._llm.engine.truncate(sequence, len(sequence.tokens) + to)
+            self._llm.engine.restore(sequence, to)
+        elif isinstance(to, int) and -n <= to < 0:
+            self._llm.engine.truncate(sequence, n + to, self._marks.values())
         else:
-            raise RequestError(
-                f"rewind takes a mark, or -1 to -{len(sequence.tokens)} tokens here, not {to!r}"
-            )
+            raise RequestError(f"rewind takes a mark, or -1 to -{n} tokens here, not {to!r}")
         return self
 
     def keep(self, pin: bool = False, ttl_s: float | None = None) -> Session:
@@ -143,9 +142,9 @@ class Session:
 
         Prompts that are used again and again, and places in them that others branch off from.
         """
-        sequence = self._live()
-        self._compute()
+        sequence = self._resting()
         self._llm.engine.hold(sequence)
+        self._compute()
         if not sequence.tokens or sequence.moved:
             raise RequestError("there is nothing to keep: no tokens, or some were taken out")
         self._llm.engine.prefix.keep(sequence, pin, ttl_s)
@@ -156,7 +155,8 @@ class Session:
 
         What comes later keeps what it saw of them. It frees room in a context that is full.
         """
-        sequence = self._live()
+        sequence = self._resting()
+        self._llm.engine.hold(sequence)
         self._compute()
         if not 0 <= start < stop <= len(sequence.tokens) or stop - start == len(sequence.tokens):
             raise RequestError(
@@ -175,9 +175,12 @@ class Session:
         """Gives its pages back; marks made in it go too."""
         if self._open:
             self._open = False
-            for mark in self._marks.values():
-                self._llm.engine.memory.checkpoint_delete(mark.checkpoint)
-            self._llm.engine.close(self._sequence)
+            _end(self._llm, self._sequence, self._marks.values())
+
+    def __del__(self) -> None:
+        if self._open:
+            llm, sequence, marks = self._llm, self._sequence, self._marks.values()
+            llm.jobs.later(lambda: _end(llm, sequence, marks))
 
     def __enter__(self) -> Session:
         return self
@@ -188,13 +191,19 @@ class Session:
     def _live(self) -> Sequence:
         if not self._open:
             raise RequestError("this session is closed; open another with llm.session()")
+        self._llm.engine.check_open()
+        return self._sequence
+
+    def _resting(self) -> Sequence:
+        """The sequence, while no stream runs on it."""
+        self._llm.jobs.check_idle(self._live())
         return self._sequence
 
     def _compute(self) -> None:
         """Steps until everything appended is in memory."""
-        sequence = self._sequence
-        if sequence.pending and sequence not in self._llm.engine.scheduler.active:
-            self._llm.engine.append(sequence, ())
+        sequence = self._resting()
+        if sequence.pending:
+            self._llm.engine.activate(sequence)
         while sequence.pending:
             self._llm.jobs.step()
             if sequence.error:
@@ -204,3 +213,12 @@ class Session:
     def __repr__(self) -> str:
         state: Any = f"{len(self._sequence.tokens)} tokens" if self._open else "closed"
         return f"<Session {state}>"
+
+
+def _end(llm: LLM, sequence: Sequence, marks: Iterable[Mark]) -> None:
+    """Gives back what a session holds, unless its model has done so already."""
+    if not llm.engine.closed:
+        llm.jobs.cancel(sequence)
+        for mark in marks:
+            llm.engine.memory.checkpoint_delete(mark.checkpoint)
+        llm.engine.close(sequence)

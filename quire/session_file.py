@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -13,28 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.engine.engine import Engine
-from quire.engine.sequence import Sequence
+from quire.engine.sequence import Mark, Sequence
 from quire.errors import OutOfMemory, RequestError, SessionFileError
 from quire.files import replace_file
 from quire.memory.saved import Extra, Found, StateRead
 
 _FIELDS = {"computed", "salt", "moved", "marks", "notes"}
 _MARK_FIELDS = {"name", "checkpoint", "computed", "moved"}
-
-
-@dataclass(frozen=True)
-class Mark:
-    """A place in a session to come back to."""
-
-    name: str
-    """What the session calls it."""
-    tokens: tuple[int, ...]
-    computed: int
-    logits: NDArray[np.float32] | None
-    moved: bool
-    """Whether tokens had been taken out of the middle."""
-    checkpoint: str
-    """What memory calls it, where names are of all sessions."""
 
 
 def save_session(
@@ -79,7 +63,8 @@ def open_session(
     """A sequence as it was saved, its marks and notes; what is idle gives way if need be."""
     try:
         if not Path(path).is_file():  # asked before opening: a pipe would wait for its other end
-            raise SessionFileError(f"{path}: there is no such file")
+            folder = Path(path).is_dir()
+            raise SessionFileError(f"{path}: {'this is a folder' if folder else 'no such file'}")
         with open(path, "rb") as file:
             return _read(file, str(path), engine, model)
     except OSError as error:
@@ -90,7 +75,7 @@ def _read(
     file: BinaryIO, source: str, engine: Engine, model: str
 ) -> tuple[Sequence, dict[str, Mark], dict[str, Any]]:
     sequence = engine.open()
-    contents = Contents(source, engine, sequence.id)
+    contents = Contents(source, engine, sequence)
     try:
         read = _read_state(file, contents, model)
     except BaseException:
@@ -108,7 +93,9 @@ def _read(
         checkpoint = read.checkpoints[told["checkpoint"]]
         logits = arrays.get(f"mark {i} logits")
         name = told["name"]
-        marks[name] = Mark(name, tokens, told["computed"], logits, told["moved"], checkpoint)
+        marks[name] = Mark(
+            name, tokens, told["computed"], logits, told["moved"], checkpoint, engine
+        )
     return sequence, marks, json.loads(facts["notes"])
 
 
@@ -118,10 +105,10 @@ def _read_state(file: BinaryIO, contents: Contents, model: str) -> StateRead:
         file.seek(0)
         try:
             return engine.memory.state_read(
-                file, contents.seq, model=model, source=source, check=contents.check
+                file, contents.sequence.id, model=model, source=source, check=contents.check
             )
         except OutOfMemory as error:
-            if not (engine.room.evict_one() or engine.room.park_idle()):
+            if not engine.free_some(contents.sequence):
                 raise SessionFileError(f"{source}: it does not fit: {error}") from error
 
 
@@ -144,10 +131,10 @@ def _are_notes(written: object) -> bool:
 class Contents:
     """Refuses a file whose tokens and marks do not go with this engine and with each other."""
 
-    def __init__(self, source: str, engine: Engine, seq: int) -> None:
+    def __init__(self, source: str, engine: Engine, sequence: Sequence) -> None:
         self.source = source
         self.engine = engine
-        self.seq = seq
+        self.sequence = sequence
 
     def check(self, found: Found) -> None:
         """Raises SessionFileError, before anything was changed."""
@@ -157,7 +144,7 @@ class Contents:
             self._refuse("it is no session: it does not have the fields of one")
         if not found.complete:
             self._refuse("memory does not have all of its tokens")
-        self._check_place("the session", "", facts, arrays, found.ends[self.seq])
+        self._check_place("the session", "", facts, arrays, found.ends[self.sequence.id])
         marks, names = facts["marks"], set()
         if not isinstance(marks, list):
             self._refuse("its marks are not a list")

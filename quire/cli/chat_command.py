@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import count as count_from
 from typing import Any
 
 import click
@@ -38,11 +39,15 @@ def obey(conversation: Conversation, line: str) -> bool:
         case "/quit" | "/exit":
             return False
         case "/rewind":
-            count = int(argument) if argument.isdigit() else 0 if argument else 1
+            if argument and not (argument.isascii() and argument.isdigit()):
+                click.echo(f"/rewind takes a number of exchanges, not {argument!r}", err=True)
+                return True
+            count = int(argument or 1)
             conversation.rewind(count)
             click.echo(f"took back {count}; {conversation.exchanges} left")
         case "/fork":
-            conversation.fork(argument or f"branch-{len(conversation.branches)}")
+            names = (f"branch-{i}" for i in count_from(1))
+            conversation.fork(argument or next(n for n in names if n not in conversation.branches))
             click.echo(f"now in {conversation.name}; the other stays as it is")
         case "/switch":
             conversation.switch(argument)

@@ -23,6 +23,11 @@ class Branch:
     seen: str = ""
     """The session's tokens as text, answers as they were generated."""
 
+    @property
+    def n_start(self) -> int:
+        """Messages that come before the first exchange."""
+        return int(self.messages[:1] != [] and self.messages[0]["role"] == "system")
+
 
 class Conversation:
     """What was said so far with a model, in one or more branches that share their past."""
@@ -35,7 +40,6 @@ class Conversation:
         self.sampling = sampling
         self.speculate = speculate
         start = [{"role": "system", "content": system}] if system else []
-        self._n_start = len(start)
         self.branches = {"main": Branch(start, llm.session())}
         self.name = "main"
 
@@ -47,7 +51,7 @@ class Conversation:
     @property
     def exchanges(self) -> int:
         """How many questions were answered."""
-        return (len(self.branch.messages) - self._n_start) // 2
+        return (len(self.branch.messages) - self.branch.n_start) // 2
 
     def say(self, text: str) -> Iterator[str]:
         """One exchange, the answer piece by piece; a failed one leaves no trace.
@@ -65,9 +69,11 @@ class Conversation:
             self.branch.seen += answer + self._end()
         except QuireError:
             messages.pop()
+            self.branch.seen = ""  # the session may have part of an answer
             raise
         except (KeyboardInterrupt, GeneratorExit):
             messages.append({"role": "assistant", "content": answer})
+            self.branch.seen += answer
             raise
         messages.append({"role": "assistant", "content": answer})
 
@@ -107,7 +113,7 @@ class Conversation:
 
     def clear(self) -> None:
         """Starts anew in this branch."""
-        del self.branch.messages[self._n_start :]
+        del self.branch.messages[self.branch.n_start :]
 
     def fork(self, name: str) -> None:
         """Goes on in a new branch; the present one stays as it is."""

@@ -14,8 +14,8 @@ from quire.engine.prefix_cache import PrefixCache
 from quire.engine.runner import Runner
 from quire.engine.sampling import make_sampler
 from quire.engine.scheduler import Scheduler
-from quire.engine.sequence import Accepted, Ends, Generation, Sequence
-from quire.errors import BudgetError, ContextError, RequestError
+from quire.engine.sequence import Accepted, Ends, Generation, Mark, Sequence
+from quire.errors import BudgetError, ContextError, RequestError, TierError
 from quire.memory.budget import Budget
 from quire.memory.interface import Memory, SeqTokens, Status
 from quire.memory.tiers import Tiers
@@ -43,11 +43,13 @@ class Engine:
         self._sequences: dict[int, Sequence] = {}
         self.room = MakeRoom(
             memory, tiers, prefix, self._idle_sequences, lambda: runner.seconds_per_token,
-            lambda: self.drafting.give_way(),
+            lambda: self.drafting.give_way(), self._trim_compute,
         )  # fmt: skip
         self.end_ids = frozenset(end_ids)
         self.scheduler = Scheduler(max_tokens, self.room)
         self.drafting = Drafting(memory, self.room)
+        self._compute_bytes = 0  # what the budget knows of
+        self.closed = False
 
     def step(self) -> list[StepOutput]:
         """Computes some tokens of everybody who has any to compute."""
@@ -64,44 +66,80 @@ class Engine:
             drafts.settle(accepted)
         outputs = self.scheduler.advance(accepted)
         self.prefix.remember(accepted)
+        self._pay_for_compute()
         return outputs
 
-    @property
-    def idle(self) -> bool:
-        """Whether there is nothing to compute."""
-        return not self.scheduler.active
+    def _pay_for_compute(self) -> None:
+        """Tells the budget what arrays take; if it has no room, what is cached makes some."""
+        while (more := self.ops.compute_bytes - self._compute_bytes) > 0:
+            try:
+                self.budget.reserve(more, "compute")
+                self._compute_bytes += more
+            except BudgetError:
+                if not self.room.evict_one():
+                    return
+        self._refund_compute()
 
-    def open(self) -> Sequence:
+    def _refund_compute(self) -> bool:
+        """Tells the budget what arrays do not take any more; whether that is anything."""
+        less = max(self._compute_bytes - self.ops.compute_bytes, 0)
+        self.budget.release(less, "compute")
+        self._compute_bytes -= less
+        return less > 0
+
+    def _trim_compute(self) -> bool:
+        """Gives back what no array uses; whether that made any room."""
+        self.ops.trim()
+        return self._refund_compute()
+
+    def shut(self) -> None:
+        """Ends all sequences and gives everything back; once is enough."""
+        if self.closed:
+            return
+        for sequence in list(self._sequences.values()):
+            self.close(sequence)
+        self.closed = True
+        self.prefix.index.close()
+        self.memory.close()
+        self.tiers.close()
+        self.budget.release(self._compute_bytes, "compute")
+
+    def check_open(self) -> None:
+        """Refuses to go on with a model that was closed."""
+        if self.closed:
+            raise RequestError("this model is closed; load it again")
+
+    def open(self, salt: str = "") -> Sequence:
         """An empty sequence."""
-        return self._opened(Sequence(self.memory.seq_new()))
+        self.check_open()
+        return self._opened(Sequence(self.memory.seq_new(), salt=salt))
 
     def fork(self, sequence: Sequence) -> Sequence:
         """A second sequence with the same past; they share every page."""
         self.hold(sequence)
-        twin = self._opened(Sequence(self.memory.seq_new(), sequence.tokens))
+        twin = self._opened(Sequence(self.memory.seq_new(), sequence.tokens, sequence.salt))
         self.memory.seq_cp(sequence.id, twin.id, 0, -1)
         twin.computed, twin.logits = sequence.computed, sequence.logits
-        twin.salt, twin.moved = sequence.salt, sequence.moved
+        twin.moved = sequence.moved
         self.prefix.track(twin)
         return twin
 
     def close(self, sequence: Sequence) -> None:
         """Ends a sequence, whatever it is doing, and gives its pages back."""
         self.stop(sequence)
-        self.prefix.leave(sequence)
-        self.memory.seq_free(sequence.id)
-        del self._sequences[sequence.id]
+        try:
+            self.prefix.leave(sequence)
+        finally:
+            self.memory.seq_free(sequence.id)
+            del self._sequences[sequence.id]
 
     def hold(self, sequence: Sequence) -> None:
         """Brings a sequence's pages back into memory if they are parked."""
         while sequence.parked:
             if self.memory.fits([(sequence.id, 1)]):
-                self.room.bring_back(sequence)
-            elif not (
-                self.room.evict_one()
-                or self.room.park_idle()
-                or self.scheduler.take_from_others(sequence)
-            ):
+                if not self.room.bring_back(sequence) and sequence.moved:
+                    raise TierError("the pages of a session could not be read back from disk")
+            elif not self.free_some(sequence):
                 if sequence.moved:
                     raise BudgetError(
                         f"a session of {len(sequence.tokens)} tokens has no room to come back to; "
@@ -109,10 +147,29 @@ class Engine:
                     )
                 self.room.give_up(sequence)
 
-    def checkpoint(self, sequence: Sequence) -> str:
-        """Keeps a sequence as it is now; the name says where to come back to."""
+    def free_some(self, needy: Sequence) -> bool:
+        """Makes some room for a sequence; False when nothing gives way to it any more."""
+        return (
+            self.room.evict_one()
+            or self.room.park_idle(but=needy)
+            or self.scheduler.take_from_others(needy)
+        )
+
+    def mark(self, sequence: Sequence, name: str) -> Mark:
+        """Keeps a sequence as it is now."""
         self.hold(sequence)
-        return self.memory.checkpoint_save(sequence.id)
+        checkpoint = self.memory.checkpoint_save(sequence.id)
+        return Mark(
+            name, tuple(sequence.tokens), sequence.computed, sequence.logits, sequence.moved,
+            checkpoint, self,
+        )  # fmt: skip
+
+    def check_mark(self, mark: Mark) -> None:
+        """Refuses a mark that memory does not hold."""
+        if mark.engine is not self:
+            raise RequestError(f"mark {mark.name!r} was made with another model")
+        if mark.checkpoint not in self.memory.checkpoints.by_name:
+            raise RequestError(f"mark {mark.name!r} is gone: it was dropped, or its session closed")
 
     def _opened(self, sequence: Sequence) -> Sequence:
         self._sequences[sequence.id] = sequence
@@ -125,15 +182,22 @@ class Engine:
     def append(self, sequence: Sequence, tokens: Seq[int]) -> None:
         """Adds tokens to be computed by the next steps."""
         self._check_tokens(sequence, tokens)
+        if not tokens:
+            return
+        first = not sequence.tokens
         sequence.tokens.extend(tokens)
-        sequence.logits = None
-        self.prefix.track(sequence)
-        self._activate(sequence)
+        sequence.logits, sequence.error = None, None
+        if first:
+            self.prefix.enter(sequence, self.scheduler.active)
+        else:
+            self.prefix.track(sequence)
+        self.activate(sequence)
 
-    def truncate(self, sequence: Sequence, length: int) -> None:
+    def truncate(self, sequence: Sequence, length: int, marks: Iterable[Mark] = ()) -> None:
         """Drops all tokens from position `length` on.
 
-        Where memory cannot go back so far, what nobody else holds of the rest is computed again.
+        Where memory cannot go back so far, the nearest place that a mark or somebody else holds
+        is gone back to, and the rest is computed again.
         """
         self.hold(sequence)
         if self.memory.seq_rm(sequence.id, length, -1):
@@ -151,23 +215,42 @@ class Engine:
             del sequence.tokens[length:]
             sequence.logits = None
             self.prefix.adopt(sequence)
+            self._start_from(sequence, marks)
+
+    def _start_from(self, sequence: Sequence, marks: Iterable[Mark]) -> None:
+        """Goes to the furthest mark along a sequence's tokens, if that is further than it is."""
+        tokens = sequence.tokens
+        fitting = [
+            m for m in marks if not m.moved and tuple(tokens[: m.computed]) == m.computed_tokens
+        ]
+        best = max(fitting, key=lambda m: m.computed, default=None)
+        if best is not None and best.computed > sequence.computed:
+            self.memory.checkpoint_restore(sequence.id, best.checkpoint)
+            sequence.computed = best.computed
 
     def remove(self, sequence: Sequence, start: int, stop: int) -> None:
         """Takes computed tokens out of the middle; those behind move up, rotated, in place."""
         self.hold(sequence)
         behind = stop < len(sequence.tokens)
-        if behind:
-            self.memory.check_add(sequence.id, stop, -1, start - stop)
-        if not self.memory.seq_rm(sequence.id, start, stop):
-            raise RequestError(
-                f"tokens {start} to {stop} cannot be taken out: the model's memory has them in a "
-                "state or has passed them; rewind and append the rest instead"
-            )
+        before = self.memory.checkpoint_save(sequence.id)
+        try:
+            removed = self.memory.seq_rm(sequence.id, start, stop)
+            if not removed:
+                raise RequestError(
+                    f"tokens {start} to {stop} cannot be taken out: the model's memory has them "
+                    "in a state or has passed them; rewind and append the rest instead"
+                )
+            if behind:
+                self.memory.seq_add(sequence.id, stop, -1, start - stop)
+        except RequestError:
+            self.memory.checkpoint_restore(sequence.id, before)
+            raise
+        finally:
+            self.memory.checkpoint_delete(before)
         del sequence.tokens[start:stop]
         sequence.computed -= stop - start
         sequence.logits = None
         if behind:
-            self.memory.seq_add(sequence.id, stop, -1, start - stop)
             if self._update(sequence, optimize=True) or self._update(sequence, optimize=False):
                 sequence.moved = True
             else:  # no room to turn shared pages in: the tokens are computed where they are now
@@ -185,15 +268,22 @@ class Engine:
             if not (self.room.evict_one() or self.room.park_idle(but=sequence)):
                 return False
 
-    def restore(
-        self, sequence: Sequence, name: str, tokens: Seq[int], computed: int, moved: bool = False
-    ) -> None:
-        """Makes a sequence what a checkpoint holds."""
-        self.memory.checkpoint_restore(sequence.id, name)
-        sequence.tokens[:] = tokens
-        sequence.computed, sequence.logits = computed, None
-        sequence.moved, sequence.parked = moved, False
+    def restore(self, sequence: Sequence, mark: Mark) -> None:
+        """Makes a sequence what a mark holds."""
+        self.check_mark(mark)
+        self.memory.checkpoint_restore(sequence.id, mark.checkpoint)
+        sequence.tokens[:] = mark.tokens
+        sequence.computed, sequence.logits = mark.computed, mark.logits
+        sequence.moved, sequence.parked, sequence.given_up = mark.moved, False, False
         self.prefix.track(sequence)
+
+    def want_logits(self, sequence: Sequence) -> None:
+        """Has a sequence's last token computed once more, where its logits are not known."""
+        if sequence.pending == 0 and sequence.logits is None:
+            last = sequence.tokens[-1]
+            self.truncate(sequence, len(sequence.tokens) - 1)
+            sequence.tokens.append(last)
+            self.prefix.track(sequence)
 
     @property
     def budget(self) -> Budget:
@@ -216,6 +306,7 @@ class Engine:
 
         `text_ends` is told every token in turn, and says when a stop string is complete.
         """
+        self.check_open()
         matcher = self.constrainer.compile(request.constraint) if request.constraint else None
         self._check_tokens(sequence, request.tokens)
         self._check_bias(request)
@@ -231,8 +322,9 @@ class Engine:
         ends = Ends(self.end_ids, most, text_ends)
         sequence.generation = Generation(request, sampler, matcher, ends, drafter)
         sequence.speculation = Speculation() if drafter else None
+        sequence.error = None
         self._take_prompt(sequence, request)
-        self._activate(sequence)
+        self.activate(sequence)
         if sequence.pending > 0 or sequence.logits is None:
             return []
         first = Accepted(sequence, 0)
@@ -248,11 +340,8 @@ class Engine:
             sequence.tokens.extend(request.tokens)
             self.prefix.enter(sequence, self.scheduler.active)
             return
-        if not request.tokens and sequence.pending == 0 and sequence.logits is None:
-            # A rewind dropped the logits of its end: its last token is computed once more.
-            last = sequence.tokens[-1]
-            self.truncate(sequence, len(sequence.tokens) - 1)
-            sequence.tokens.append(last)
+        if not request.tokens:
+            self.want_logits(sequence)  # a rewind may have dropped them
         sequence.tokens.extend(request.tokens)
         sequence.cached = sequence.computed
         self.prefix.track(sequence)
@@ -271,6 +360,9 @@ class Engine:
             out = np.empty((len(tokens), self.runner.model.n_vocab), np.float32)
             for at in range(0, len(tokens), self.scheduler.max_tokens):
                 part = np.array(tokens[at : at + self.scheduler.max_tokens], np.int32)
+                while not self.memory.fits([(sequence.id, len(part))]):
+                    if not self.free_some(sequence):
+                        break  # what is missing, memory says best
                 with self.memory.reserve([SeqTokens(sequence.id, part)]) as lease:
                     rows = np.arange(len(part), dtype=np.int32)
                     logits = self.runner.forward_rows(lease, rows)
@@ -279,8 +371,11 @@ class Engine:
             return out
         finally:
             self.close(sequence)
+            self._pay_for_compute()
 
-    def _activate(self, sequence: Sequence) -> None:
+    def activate(self, sequence: Sequence) -> None:
+        """Lets the next steps compute what is pending of a sequence."""
+        self.check_open()
         if sequence not in self.scheduler.active:
             self.scheduler.add(sequence)
 

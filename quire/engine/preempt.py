@@ -23,7 +23,7 @@ class MakeRoom:
     def __init__(
         self, memory: Memory, tiers: Tiers, prefix: PrefixCache,
         idle: Callable[[], Iterable[Sequence]], seconds_per_token: Callable[[], float],
-        drafts_give_way: Callable[[], bool],
+        drafts_give_way: Callable[[], bool], trim_compute: Callable[[], bool],
     ) -> None:  # fmt: skip
         self._memory = memory
         self._tiers = tiers
@@ -31,20 +31,31 @@ class MakeRoom:
         self._idle = idle
         self._seconds_per_token = seconds_per_token
         self._drafts_give_way = drafts_give_way
+        self._trim_compute = trim_compute
         self.counts = {"parked": 0, "recomputed": 0, "brought back": 0}
 
     def evict_one(self) -> bool:
-        """Drops the cached prefix that is worth least, or what drafts can do without."""
-        return self.evict_cached() or self._drafts_give_way()
+        """Drops the cached prefix that is worth least, or what drafts or steps can do without."""
+        return self.evict_cached() or self._drafts_give_way() or self._trim_compute()
 
     def evict_cached(self) -> bool:
         """Drops the cached prefix that is worth least; False when there is none."""
         return self._prefix.evict_one()
 
     def park_idle(self, but: Sequence | None = None) -> bool:
-        """Parks a sequence that has nothing to compute; False when there is none."""
-        resting = (s for s in self._idle() if not s.parked and s is not but)
-        return any(self.park(sequence) for sequence in resting)
+        """Takes the pages of a sequence that has nothing to compute; False when there is none.
+
+        One whose pages cannot be parked, because others hold them too or no tier has room, is
+        given up: its tokens are computed again when it is used.
+        """
+        resting = [s for s in self._idle() if s is not but]
+        if any(self.park(s) for s in resting if not s.parked):
+            return True
+        resting.sort(key=lambda s: s.parked)  # parked ones may still hold pages together
+        lost = next((s for s in resting if not s.moved), None)
+        if lost:
+            self.give_up(lost)
+        return lost is not None
 
     def preempt(self, sequence: Sequence) -> bool:
         """Takes a sequence's pages; False when it has to keep them."""
@@ -75,11 +86,15 @@ class MakeRoom:
         return True
 
     def bring_back(self, sequence: Sequence) -> bool:
-        """Puts a parked sequence's pages back; where they are lost it starts over, and False."""
+        """Puts a parked sequence's pages back; False where they are lost.
+
+        It starts over then, unless its tokens cannot be computed again.
+        """
         try:
             self._memory.unpark(sequence.id)
         except OutOfMemory:
-            self.give_up(sequence)
+            if not sequence.moved:
+                self.give_up(sequence)
             return False
         sequence.parked = False
         self._prefix.track(sequence)
@@ -89,6 +104,13 @@ class MakeRoom:
     def give_up(self, sequence: Sequence) -> None:
         """Frees everything a sequence holds, here and in a tier: it is computed again."""
         self._memory.seq_rm(sequence.id, 0, -1)
-        sequence.computed, sequence.parked = 0, False
+        sequence.computed, sequence.parked, sequence.logits = 0, False, None
+        sequence.given_up = True
         self._prefix.track(sequence)
         self.counts["recomputed"] += 1
+
+    def start_over(self, sequence: Sequence) -> None:
+        """Finds what a sequence that was given up need not compute again."""
+        sequence.given_up, cached = False, sequence.cached
+        self._prefix.adopt(sequence)
+        sequence.cached = cached  # it tells what was there when the request came

@@ -3,8 +3,8 @@
 The index knows places in memory; this decides when one is made: at the end of a prompt, when a
 sequence ends, and where a client says so. Memory that cannot be cut back to any position (a
 window, a state) gets more of them: at the end of each chunk of a long prompt, and where a prompt
-leaves one that is known already. Cached places use no more than half of the budget, and give way
-to running sequences.
+leaves one that is known already. Cached places alone hold no more than half of what weights leave
+of the budget, and give way to running sequences.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class PrefixCache:
 
     def track(self, sequence: Sequence) -> None:
         """The tokens of a sequence changed other than by a step."""
-        if sequence.moved:  # its tokens saw others that are gone, so nobody else may have them
+        if sequence.moved or sequence.parked:
+            # Tokens that saw others which are gone, or pages in a tier: nobody can have them.
             self.index.untrack(sequence.id)
         else:
             self.index.track(sequence.id, sequence.tokens, sequence.salt)
@@ -105,8 +106,14 @@ class PrefixCache:
     def _insert(self, sequence: Sequence, pin: bool = False, ttl_s: float | None = None) -> None:
         computed = sequence.tokens[: sequence.computed]
         self.index.insert(sequence.id, computed, sequence.salt, pin, ttl_s)
-        while self.budget.free < self.budget.limit // 2 and self.index.evict_one():
+        while self.index.held_bytes > self._most_bytes and self.index.evict_one():
             pass
+
+    @property
+    def _most_bytes(self) -> int:
+        """Half of what weights and arrays leave of the budget."""
+        fixed = sum(self.budget.breakdown.get(use, 0) for use in ("weights", "compute"))
+        return (self.budget.limit - fixed) // 2
 
 
 def _in_common(a: Sequence, b: Sequence) -> int:

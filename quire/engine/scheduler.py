@@ -2,8 +2,8 @@
 
 Sequences that generate come first, one token each, so that nobody who is reading waits for
 somebody else's prompt; what is left of the step goes to prompts, in order of arrival, in chunks.
-When memory is short, cached prefixes go first; then prompts wait, and sequences that rest make
-room; when even the generating ones do not fit, the one that came last gives way and comes back
+When memory is short, cached prefixes go first; then sequences that rest make room, and prompts
+wait; when even the generating ones do not fit, the one that came last gives way and comes back
 when there is room for it to go on for a while.
 """
 
@@ -96,21 +96,21 @@ class Plan:
         return np.array(rows, np.int32)
 
 
-class Memory(Protocol):
+class Fitting(Protocol):
     """What the scheduler asks of memory."""
 
     def fits(self, counts: Seq[tuple[int, int]]) -> bool:
         """Whether so many more tokens fit in each of these sequences, all together."""
 
 
-class MakeRoom(Protocol):
+class Room(Protocol):
     """What it asks of whoever makes room."""
 
     def evict_one(self) -> bool:
         """Drops something cached; False when nothing is."""
 
     def park_idle(self) -> bool:
-        """Parks a sequence that has nothing to compute; False when there is none."""
+        """Takes the pages of a sequence that has nothing to compute; False when there is none."""
 
     def preempt(self, sequence: Sequence) -> bool:
         """Takes a sequence's pages; False when it has to keep them."""
@@ -121,6 +121,9 @@ class MakeRoom(Protocol):
     def give_up(self, sequence: Sequence) -> None:
         """Frees everything a sequence holds: it is computed again."""
 
+    def start_over(self, sequence: Sequence) -> None:
+        """Finds what a sequence that was given up need not compute again."""
+
 
 _SLACK = 64
 """Tokens for which everybody must have room before one that gave way comes back."""
@@ -129,7 +132,7 @@ _SLACK = 64
 class Scheduler:
     """Keeps the sequences that have something to compute, in order of arrival."""
 
-    def __init__(self, max_tokens: int, room: MakeRoom) -> None:
+    def __init__(self, max_tokens: int, room: Room) -> None:
         self.max_tokens = max_tokens
         self._room = room
         self._failed: list[Sequence] = []
@@ -143,7 +146,7 @@ class Scheduler:
         """Lets a sequence go."""
         self.active.remove(sequence)
 
-    def plan(self, memory: Memory) -> Plan:
+    def plan(self, memory: Fitting) -> Plan:
         """The next step; whoever does not fit waits, gives way or, alone and too large, fails."""
         entries = self._wanted(memory)
         while entries and not memory.fits(_counts(entries)):
@@ -158,11 +161,13 @@ class Scheduler:
                 entries = self._smaller(last, memory)
         return Plan(tuple(e for e in entries if self._is_here(e.sequence)))
 
-    def _wanted(self, memory: Memory) -> list[Entry]:
+    def _wanted(self, memory: Fitting) -> list[Entry]:
         entries: list[Entry] = []
         room = self.max_tokens
         # The sort is stable, so within each kind the order is that of arrival.
         for sequence in sorted(self.active, key=lambda s: (s.preempted, not s.generating)):
+            if sequence.given_up:
+                self._room.start_over(sequence)
             count = min(sequence.pending, sequence.until_branch, room)
             if count <= 0 or sequence.waiting:
                 continue
@@ -182,7 +187,7 @@ class Scheduler:
             self._fail(sequence, TierError("the pages of a sequence could not be read back"))
         return False
 
-    def _smaller(self, entry: Entry, memory: Memory) -> list[Entry]:
+    def _smaller(self, entry: Entry, memory: Fitting) -> list[Entry]:
         """What to try when one sequence does not fit and nobody else can make room for it."""
         if entry.sequence.parked:  # what it takes to bring it back is known only as a bound
             self._room.give_up(entry.sequence)
@@ -191,8 +196,8 @@ class Scheduler:
         else:
             n = len(entry.sequence.tokens)
             error = BudgetError(
-                f"a sequence of {n} tokens does not fit the memory budget alone; raise "
-                "memory_budget or kv_cache_tokens, or close other sessions"
+                f"a sequence of {n} tokens does not fit memory, beside what marks, pinned prefixes "
+                "and other sessions hold; raise memory_budget or kv_cache_tokens, or close some"
             )
             self._fail(entry.sequence, error)
         return self._wanted(memory)

@@ -90,15 +90,16 @@ class Sequence:
     `logits` are those after the last token, kept where the last step ended on it.
     """
 
-    def __init__(self, id: int, tokens: Seq[int] = ()) -> None:
+    def __init__(self, id: int, tokens: Seq[int] = (), salt: str = "") -> None:
         self.id = id
         self.tokens: list[int] = list(tokens)
         self.computed = 0
         self.logits: NDArray[np.float32] | None = None
-        self.salt = ""
+        self.salt = salt
         self.moved = False  # whether tokens were taken out of its middle
         self.parked = False  # whether its pages lie in a tier
         self.preempted = False  # whether it gave way and has not run since
+        self.given_up = False  # whether it has to be computed again
         self.cached = 0  # tokens of the current request that were in memory when it came
         self.branch_at: int | None = None  # where its prompt leaves one that is known already
         self.waits_for: tuple[Sequence, int] | None = None  # who computes our first tokens too
@@ -132,6 +133,28 @@ class Sequence:
     def pending(self) -> int:
         """How many tokens wait to be computed."""
         return len(self.tokens) - self.computed
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A place in a session to come back to."""
+
+    name: str
+    """What the session calls it."""
+    tokens: tuple[int, ...]
+    computed: int
+    logits: NDArray[np.float32] | None
+    moved: bool
+    """Whether tokens had been taken out of the middle."""
+    checkpoint: str
+    """What memory calls it, where names are of all sessions."""
+    engine: object
+    """Whose memory holds it."""
+
+    @property
+    def computed_tokens(self) -> tuple[int, ...]:
+        """The tokens that memory holds."""
+        return self.tokens[: self.computed]
 
 
 @dataclass

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from quire.errors import ModelError, RequestError
+from quire.errors import BudgetError, ModelError, RequestError
 from quire.memory.attention import AttentionMemory
 from quire.memory.budget import Budget
 from quire.memory.hybrid import HybridMemory
@@ -16,6 +16,8 @@ from quire.memory.recurrent import RecurrentMemory
 from quire.memory.state_layout import Fold, RecurrentSpec, StateLayout
 from quire.memory.update import Move, Rotate
 from quire.memory.window import WindowMemory
+
+_ENDLESS = 2**26  # pages of a sequence whose memory does not grow
 
 
 class MemorySettings(Protocol):
@@ -98,3 +100,34 @@ def _check_up_front(groups: Sequence[GroupSpec | RecurrentSpec], settings: Memor
             f"kv_cache_demand_paged=False takes all pages at once, and the groups {names} share "
             "one budget; set kv_cache_tokens, so that each takes pages for as many tokens"
         )
+
+
+def longest_sequence(
+    groups: Sequence[GroupSpec | RecurrentSpec], n_bytes: int, settings: MemorySettings
+) -> int:
+    """How many tokens one sequence can have in so many bytes; BudgetError if not even a page.
+
+    Only full attention grows with them: a window and a state, with a second state to fold into,
+    are there from the start.
+    """
+    fixed = per_page = 0
+    cap = settings.kv_cache_tokens
+    for group in groups:
+        if group.kind == "recurrent":
+            layout = StateLayout(group)
+            fixed += 2 * layout.state_page_bytes + 2 * layout.log_page_bytes
+            continue
+        kv = attention_layout(group, settings)
+        if group.window is not None and not settings.swa_full:
+            fixed += (kv.pages_for(group.window) + 1) * kv.page_bytes
+        else:
+            per_page += kv.page_bytes
+    pages = (n_bytes - fixed) // per_page if per_page else int(n_bytes >= fixed) * _ENDLESS
+    if cap is not None and per_page:
+        pages = min(pages, -(-cap // settings.page_tokens))
+    if pages < 1:
+        raise BudgetError(
+            f"{n_bytes:,} bytes are left for memory, and one sequence of the shortest kind takes "
+            f"{fixed + per_page:,}; raise memory_budget"
+        )
+    return pages * settings.page_tokens

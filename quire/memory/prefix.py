@@ -272,6 +272,14 @@ class PrefixIndex:
     # -- figures --------------------------------------------------------------------------------
 
     @property
+    def held_bytes(self) -> int:
+        """Bytes that entries alone keep alive, as measured last; those since are estimated."""
+        entries = self._places.entries
+        if self._unmeasured > len(entries) // 8:
+            self._measure()
+        return sum(entry.only_here or 0 for entry in entries)
+
+    @property
     def names(self) -> set[str]:
         """The checkpoints that are the index's own."""
         return {entry.name for entry in self._places.entries}

@@ -214,3 +214,6 @@ class Ops(Protocol):
     @property
     def compute_bytes(self) -> int:
         """Bytes held for arrays."""
+
+    def trim(self) -> None:
+        """Returns to the system what no array uses."""

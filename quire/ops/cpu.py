@@ -51,6 +51,10 @@ class CpuOps:
         """Bytes held for arrays."""
         return int(self.cpu.arena_bytes)
 
+    def trim(self) -> None:
+        """Returns to the system what no array uses."""
+        self.cpu.trim()
+
     def pack(self, parts: Sequence[Part]) -> Matrix:
         """One matrix from parts stacked along rows, in the tiles of this instruction set."""
         return self.cpu.pack(list(parts))

@@ -177,7 +177,7 @@ def test_bad_tokens_are_refused(llm: quire.LLM, ids: list[int]) -> None:
 def test_one_bad_request_of_a_batch_leaves_nothing_behind(llm: quire.LLM) -> None:
     with pytest.raises(RequestError):
         llm.generate([PROMPT, [1000]])
-    assert llm.engine.idle
+    assert not llm.engine.scheduler.active
 
 
 def test_weights_beyond_the_budget_are_refused_before_they_are_loaded(path: Path) -> None:

@@ -17,7 +17,7 @@ class Arena {
     ~Arena() { trim(); }
 
     float* take(int64_t floats) {
-        const int64_t bytes = (floats * 4 + 63) / 64 * 64;
+        const int64_t bytes = room_for(floats);
         {
             std::lock_guard lock(mutex_);
             auto found = free_.find(bytes);
@@ -35,8 +35,14 @@ class Arena {
     }
 
     void give(float* data, int64_t floats) {
-        const int64_t bytes = (floats * 4 + 63) / 64 * 64;
+        const int64_t bytes = room_for(floats);
         std::lock_guard lock(mutex_);
+        if (kept_ + bytes > MOST_KEPT) {  // shapes have changed: what is kept fits them no more
+            std::free(data);
+            held_ -= bytes;
+            release();
+            return;
+        }
         free_[bytes].push_back(data);
         kept_ += bytes;
     }
@@ -44,6 +50,22 @@ class Arena {
     // Returns what no array uses to the system.
     void trim() {
         std::lock_guard lock(mutex_);
+        release();
+    }
+
+    int64_t held() const { return held_; }
+
+  private:
+    static constexpr int64_t MOST_KEPT = 128 << 20;
+
+    // Four sizes for each power of two, so that steps of many lengths share a few.
+    static int64_t room_for(int64_t floats) {
+        int64_t step = 64;
+        while (step * 8 < floats * 4) step *= 2;
+        return (floats * 4 + step - 1) / step * step;
+    }
+
+    void release() {
         for (auto& [bytes, list] : free_)
             for (float* data : list) std::free(data);
         free_.clear();
@@ -51,9 +73,6 @@ class Arena {
         kept_ = 0;
     }
 
-    int64_t held() const { return held_; }
-
-  private:
     std::mutex mutex_;
     std::map<int64_t, std::vector<float*>> free_;
     int64_t held_ = 0, kept_ = 0;
