@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import cached_property
@@ -240,9 +240,9 @@ class LLM:
         self.jobs.start(job)
         return job
 
-    def stream_job(self, sequence: Sequence, request: Request, stop: str | Seq[str]) -> Stream:
-        """A stream on a sequence that lives on when it ends."""
-        return Stream(self, self.new_job(sequence, request, stop, keep=True))
+    def stream_job(self, session: Session, job: Job) -> Stream:
+        """A job on a session, piece by piece; the session lives as long as its stream does."""
+        return Stream(self, job, session)
 
     def speculator(self, speculate: Speculate) -> Speculator | None:
         """Who drafts: by name, a loaded model, or as it is configured."""
@@ -269,9 +269,10 @@ class LLM:
 class Stream:
     """An iterator over pieces of text as they come; closing it early gives its pages back."""
 
-    def __init__(self, llm: LLM, job: Job) -> None:
+    def __init__(self, llm: LLM, job: Job, session: Session | None = None) -> None:
         self._llm = llm
         self._job = job
+        self._session = session  # lives as long as its stream does
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -340,4 +341,8 @@ def _tokenizer(file: WeightFile) -> Tokenizer:
 
 def _is_batch(prompt: Prompt | Seq[Prompt]) -> bool:
     """Whether this is several prompts: not a text, and not token ids."""
-    return not isinstance(prompt, str) and not all(isinstance(t, (int, np.integer)) for t in prompt)
+    if isinstance(prompt, str):
+        return False
+    if not isinstance(prompt, Iterable):
+        raise RequestError(f"a prompt is a text or a list of token ids, not {prompt!r:.80}")
+    return not all(isinstance(t, (int, np.integer)) for t in prompt)

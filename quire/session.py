@@ -84,7 +84,8 @@ class Session:
         chosen = (sampling or Sampling()).replace(**fields)
         drafts = self._llm.speculator(speculate)
         request = Request((), chosen, constraint, speculate=drafts)
-        return self._llm.stream_job(self._live(), request, stop)
+        job = self._llm.new_job(self._live(), request, stop, keep=True)
+        return self._llm.stream_job(self, job)
 
     def logits(self) -> NDArray[np.float32]:
         """Logits after the last token."""
