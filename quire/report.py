@@ -30,11 +30,21 @@ class MemoryReport:
             "process_bytes": process_memory(),
             "breakdown": self._budget.breakdown,
             "uses": self.uses,
-            "stats": engine.memory.stats(),
+            "stats": self._groups(),
             "checkpoints": self.checkpoints,
             "prefix": engine.prefix.index.stats(),
             "tiers": engine.tiers.as_dict(),
             "preemption": dict(engine.room.counts),
+        }
+
+    def _groups(self) -> dict[str, dict[str, Any]]:
+        """Figures by group, with the pages that cached prefixes hold."""
+        memory, index = self._engine.memory, self._engine.prefix.index
+        cached = memory.checkpoint_pages(index.names)
+        pinned = memory.checkpoint_pages(index.pinned_names)
+        return {
+            name: {**figures, "pages_cached": cached[name], "pages_pinned": pinned[name]}
+            for name, figures in memory.stats().items()
         }
 
     @property
@@ -89,10 +99,12 @@ class MemoryReport:
             uses.add_row(use, _size(size))
         uses.add_section()
         uses.add_row("the process", _size(figures["process_bytes"]))
-        groups = _table("groups", "group", "pages", "shared", "tokens", "a token", "held", "waste")
+        head = ("group", "pages", "free", "shared", "cached", "tokens", "a token", "held", "waste")
+        groups = _table("groups", *head)
         for name, g in figures["stats"].items():
             groups.add_row(
-                name, f"{g['pages_used']:,}", f"{g['pages_shared']:,}", f"{g['tokens_used']:,}",
+                name, *(f"{g[f'pages_{what}']:,}" for what in ("used", "free", "shared", "cached")),
+                f"{g['tokens_used']:,}",
                 _size(g["bytes_per_token"]), _size(g["bytes_held"]), f"{g['waste_percent']:.1f}%",
             )  # fmt: skip
         return [uses, groups, _prefix_table(figures), _checkpoint_table(figures)]

@@ -40,7 +40,6 @@ class Generation:
         self, request: Request, sampler: Any, matcher: Matcher | None, ends: Ends,
         drafter: Drafter | None = None,
     ) -> None:  # fmt: skip
-        self.request = request
         self.sampling = request.sampling
         self.sampler = sampler
         self.matcher = matcher

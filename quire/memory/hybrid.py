@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import reduce
 from time import perf_counter_ns
 from typing import Any
@@ -240,6 +240,9 @@ class HybridMemory(SavedState):
         self.checkpoints.timings["delete"].add(perf_counter_ns() - start)
 
     # -- figures --------------------------------------------------------------------------------
+
+    def checkpoint_pages(self, names: Collection[str]) -> dict[str, int]:
+        return {pool: n for part in self.parts for pool, n in part.checkpoint_pages(names).items()}
 
     def memory_breakdown(self) -> dict[str, dict[str, int]]:
         whole: dict[str, dict[str, int]] = {}

@@ -7,7 +7,7 @@ a negative start means 0 and a negative end means "to the end".
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
@@ -454,6 +454,10 @@ class Memory(ABC):
         may raise before anything is changed; `source` is the name for errors. SessionFileError,
         OutOfMemory or RequestError leave memory as it was.
         """
+
+    @abstractmethod
+    def checkpoint_pages(self, names: Collection[str]) -> dict[str, int]:
+        """How many pages these checkpoints hold together, by group as in `stats`."""
 
     @abstractmethod
     def memory_breakdown(self) -> dict[str, dict[str, int]]:

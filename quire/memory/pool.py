@@ -107,10 +107,6 @@ class PagePool:
         self._cursor = page + 1
         return page
 
-    def fits(self, n: int) -> bool:
-        """Whether `allocate(n)` would succeed now."""
-        return fit_together([(self, n)])
-
     def has(self, n: int) -> bool:
         """Whether so many pages are free, whatever their bytes cost."""
         return n <= self.max_pages - self.used
@@ -139,13 +135,6 @@ class PagePool:
         )
 
     # -- sharing --------------------------------------------------------------------------------
-
-    def retain(self, ids: Int32) -> None:
-        """One more reference to each of these distinct pages."""
-        at = ids.astype(np.intp)
-        counts = self.refs[at]
-        assert counts.all(), "a free page cannot be retained"
-        self.refs[at] = counts + 1
 
     def share(self, ids: Int32, seen: Int32, appender: int) -> None:
         """Retains pages for a holder that sees the first `seen` slots of each.

@@ -284,6 +284,12 @@ class PrefixIndex:
         """The checkpoints that are the index's own."""
         return {entry.name for entry in self._places.entries}
 
+    @property
+    def pinned_names(self) -> set[str]:
+        """Those of its checkpoints that are pinned now."""
+        now = self._clock()
+        return {entry.name for entry in self._places.entries if entry.pinned_until > now}
+
     def stats(self) -> PrefixStats:
         """Figures so far, and what is held now."""
         self._measure()

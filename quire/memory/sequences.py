@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
 from time import perf_counter_ns
 from typing import Generic, Protocol, Self, TypeVar
@@ -380,6 +380,13 @@ class SequenceMemory(SavedState, Generic[T]):
         self.checkpoints.timings["delete"].add(perf_counter_ns() - start)
 
     # -- figures --------------------------------------------------------------------------------
+
+    def checkpoint_pages(self, names: Collection[str]) -> dict[str, int]:
+        tables = [self.checkpoints.get(name).table for name in names]
+        return {
+            pool.name: len({p for t in tables for p in self._held_pages(pool, t)[0].tolist()})
+            for pool in self.pools
+        }
 
     def memory_breakdown(self) -> dict[str, dict[str, int]]:
         parts: dict[str, int] = {}

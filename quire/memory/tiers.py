@@ -179,7 +179,7 @@ class DiskTier(Tier):
             while buffers:
                 done = call(self._file.fileno(), buffers, offset)
                 if done <= 0:
-                    raise OSError("the file is shorter than what was stored")
+                    raise OSError("the file ends before the pages do")
                 offset += done
                 while buffers and done >= buffers[0].nbytes:
                     done -= buffers.pop(0).nbytes
@@ -194,7 +194,7 @@ class DiskTier(Tier):
             if size >= n_bytes:
                 self._free[i : i + 1] = [(offset + n_bytes, size - n_bytes)] * (size > n_bytes)
                 return offset
-        raise TierError(f"{self.name} has {n_bytes:,} bytes free, but not in one piece")
+        raise TierError(f"{self.name} has no {n_bytes:,} bytes free in one piece; raise swap_space")
 
     def _give(self, offset: int, n_bytes: int) -> None:
         joined: list[tuple[int, int]] = []

@@ -14,10 +14,14 @@ from quire.errors import BudgetError, PagesError
 from quire.memory.audit import Holder, audit_pool
 from quire.memory.backing import OS_PAGE
 from quire.memory.budget import Budget
-from quire.memory.pool import POISON, PagePool
+from quire.memory.pool import POISON, PagePool, fit_together
 
 linux = pytest.mark.skipif(not Path("/proc/self/pagemap").exists(), reason="asks /proc")
 SIZES = [64, 192, 4096, 4160, 10_048, 65_536, 368_640]
+
+
+def fits(pool: PagePool, n: int) -> bool:
+    return fit_together([(pool, n)])
 
 
 def make(page_bytes: int = 192, max_pages: int = 64, limit: int = 1 << 30, **how: bool) -> PagePool:
@@ -48,7 +52,7 @@ def test_the_lowest_free_page_comes_first() -> None:
 def test_pages_are_counted() -> None:
     pool = make()
     ids = pool.allocate(3)
-    pool.retain(ids[1:])
+    pool.share_full(ids[1:], 1)
     pool.release(ids)
     assert (pool.used, pool.refs[:3].tolist(), pool.live_pages.tolist()) == (2, [0, 1, 1], [1, 2])
     for wrong in (pool.retain, pool.release):
@@ -64,7 +68,7 @@ def test_too_many_pages_are_refused_whole(n: int) -> None:
     pool = make(max_pages=8)
     pool.allocate(8 - n + 1)
     before = (pool.used, pool.committed, pool.refs.tolist())
-    assert not pool.fits(n) and pool.fits(n - 1)
+    assert not fits(pool, n) and fits(pool, n - 1)
     with pytest.raises(PagesError, match=rf"{n} more pages of test needed, {n - 1} of 8.*raise"):
         pool.allocate(n)
     assert (pool.used, pool.committed, pool.refs.tolist()) == before
@@ -78,7 +82,7 @@ def test_too_many_bytes_are_refused_whole(page_bytes: int) -> None:
     pool.release(ids[1:2])
     pool.trim()
     before = (pool.used, pool.committed, budget.breakdown, pool.refs.tolist())
-    n = next(n for n in range(1, 10_000) if not pool.fits(n))
+    n = next(n for n in range(1, 10_000) if not fits(pool, n))
     with pytest.raises(BudgetError, match="pages of test needs"):
         pool.allocate(n)
     assert (pool.used, pool.committed, budget.breakdown, pool.refs.tolist()) == before
@@ -201,13 +205,13 @@ def test_the_books_balance(page_bytes: int, steps: list[tuple[int, int, bool]]) 
     held: list[int] = []
     for n, m, trims in steps:
         free = sorted(set(range(32)) - set(held))
-        fits = pool.fits(n)
+        fit = fits(pool, n)
         try:
             ids = pool.allocate(n).tolist()
-            assert fits and ids == free[:n]
+            assert fit and ids == free[:n]
             held += ids
         except (PagesError, BudgetError):
-            assert not fits
+            assert not fit
         gone, held = held[:m], held[m:]
         pool.release(np.array(gone, np.int32))
         if trims:

@@ -77,7 +77,7 @@ def test_a_file_that_fails_says_so(tmp_path: Path) -> None:
     stored = tier.store(pages(3, 0))
     assert tier._file is not None
     tier._file.truncate(PAGE)
-    with pytest.raises(TierError, match="shorter"):
+    with pytest.raises(TierError, match="ends before"):
         stored.load([np.empty(PAGE, np.uint8) for _ in range(3)])
     tier.close()
     assert list(tmp_path.iterdir()) == [blocked]

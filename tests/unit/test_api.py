@@ -290,6 +290,8 @@ def test_pinned_places_outlive_what_is_evicted(path: Path) -> None:
             llm.generate([other] * 90, max_tokens=2)
         stats = llm.memory.as_dict()["prefix"]
         assert stats["pinned"] == 1 and stats["evictions"] > 0
+        groups = llm.memory.as_dict()["stats"]["attention"]
+        assert groups["pages_used"] >= groups["pages_cached"] >= groups["pages_pinned"] == 3
         assert llm.generate([*system, 7, 8], max_tokens=1).cached_tokens == 40
         with llm.session() as s:
             with pytest.raises(RequestError, match="nothing to keep"):
