@@ -47,7 +47,7 @@ class Engine:
         )  # fmt: skip
         self.end_ids = frozenset(end_ids)
         self.scheduler = Scheduler(max_tokens, self.room)
-        self.drafting = Drafting(memory, self.room)
+        self.drafting = Drafting(memory, prefix.budget, self.room)
         self._compute_bytes = 0  # what the budget knows of
         self.closed = False
 

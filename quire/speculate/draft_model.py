@@ -11,13 +11,15 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
+from weakref import WeakSet
 
 import numpy as np
 
-from quire.engine.constrain import Vocabulary
+from quire.engine.constrain import Constrainer, Vocabulary
 from quire.engine.sequence import Accepted, Sequence
 from quire.engine.walk import Line, walk
 from quire.errors import OutOfMemory, RequestError
+from quire.memory.budget import Budget
 from quire.memory.interface import Lease, SeqTokens
 from quire.speculate.interface import Draft, Drafter, Offer, Source, Target, Wanted
 from quire.speculate.odds import Odds, smooth
@@ -52,15 +54,11 @@ class DraftModel:
         engine = self.llm.engine
         if engine.memory is target.memory:
             raise RequestError("a model cannot be its own draft model; use speculate='early-exit'")
-        key = (DraftModel, engine)
-        source = target.sources.get(key)
-        if source is None:
-            check_vocabulary(target.constrainer.vocabulary, engine.constrainer.vocabulary)
-            source = target.sources[key] = Follower(
-                engine, engine.budget.whole is target.budget.whole
-            )
+        # It belongs to the draft model, so that the other keeps nothing of it alive.
+        source = engine.sources.setdefault(Follower, Follower(engine))
         assert isinstance(source, Follower)
-        return DraftModelDrafter(source, sequence, self.most, target.odds(key, _START))
+        source.check_vocabulary(target.constrainer)
+        return DraftModelDrafter(source, sequence, self.most)
 
 
 def check_vocabulary(target: Vocabulary, draft: Vocabulary) -> None:
@@ -82,16 +80,19 @@ def check_vocabulary(target: Vocabulary, draft: Vocabulary) -> None:
 class DraftModelDrafter(Drafter):
     """Has a sequence that follows the target's; it is opened with the first draft."""
 
-    def __init__(self, source: Follower, sequence: Sequence, most: int, odds: Odds) -> None:
+    def __init__(self, source: Follower, sequence: Sequence, most: int) -> None:
         self._source = source
         self._sequence = sequence
         self._most = most
-        self._odds = odds
+        self._odds = Odds(_START, elder=source.elder)
 
     def offer(self, sequence: Sequence, most: int) -> Offer | None:
         """As far as the draft model's context goes."""
         most = min(most, self._most, self._source.room(sequence))
-        return Offer(self._source, most, self._odds) if most > 0 else None
+        if most <= 0:
+            return None
+        once = self._source.seconds_behind(sequence)
+        return Offer(self._source, most, self._odds, seconds_once=once)
 
     def close(self) -> None:
         """The sequence goes; what it holds is kept as a cached prefix, like any."""
@@ -112,16 +113,30 @@ class Part:
 class Follower(Source):
     """Drafts for all sequences of a step in one batch of the draft model."""
 
-    def __init__(self, engine: Engine, shares_budget: bool) -> None:
+    def __init__(self, engine: Engine) -> None:
+        self.elder = Odds(_START)
         self._engine = engine
-        self._shares_budget = shares_budget
+        self._checked: WeakSet[Constrainer] = WeakSet()
         self._own: dict[Sequence, Sequence] = {}
+        self._seconds_per_read = 0.0
         self._lease: Lease | None = None
         self._parts: dict[Sequence, Part] = {}
+
+    def check_vocabulary(self, target: Constrainer) -> None:
+        """Refuses to draft for a model with other tokens; each model is looked at once."""
+        if target not in self._checked:
+            check_vocabulary(target.vocabulary, self._engine.constrainer.vocabulary)
+            self._checked.add(target)
 
     def room(self, sequence: Sequence) -> int:
         """How far a draft behind this sequence could go."""
         return self._engine.n_ctx - len(sequence.tokens)
+
+    def seconds_behind(self, sequence: Sequence) -> float:
+        """What it takes to catch up with a sequence that was not followed for a while."""
+        own = self._own.get(sequence)
+        behind = len(sequence.tokens) - (own.computed if own else 0)
+        return behind * self._seconds_per_read if behind > _BEHIND else 0.0
 
     def leave(self, sequence: Sequence) -> None:
         """A target's sequence is no longer followed."""
@@ -171,10 +186,13 @@ class Follower(Source):
         while own.pending > _BEHIND:
             count = min(own.pending - 1, engine.scheduler.max_tokens)
             tokens = np.array(own.tokens[own.computed : own.computed + count], np.int32)
+            start = perf_counter()
             with self._reserved([SeqTokens(own.id, tokens)]) as lease:
                 engine.runner.run(lease.ubatch)
                 lease.commit({own.id: count})
             own.computed += count
+            now = (perf_counter() - start) / count
+            self._seconds_per_read = smooth(self._seconds_per_read, now)
         return own
 
     def _reserved(self, entries: list[SeqTokens]) -> Lease:
@@ -207,9 +225,9 @@ class Follower(Source):
         if lease:
             lease.abort()
 
-    def give_way(self) -> bool:
+    def give_way(self, budget: Budget) -> bool:
         """Drops what is cached, then what follows the targets: it can be computed again."""
-        if not self._shares_budget:
+        if self._engine.budget.whole is not budget.whole:
             return False
         if self._engine.prefix.evict_one():
             return True

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise, product
@@ -198,6 +200,19 @@ def test_what_cannot_be_is_refused(pair, path, tmp_path) -> None:
         llm.generate("x", speculate=Ngram(cache=NgramCache.build([], 7)))
     with pytest.raises(RequestError, match="memory_budget"):
         quire.load(path, beside=llm, memory_budget="1GiB")
+
+
+def test_a_model_does_not_keep_its_draft_model_alive(always, path, draft_path) -> None:
+    with quire.load(path) as llm:
+        with quire.load(draft_path, beside=llm) as draft:
+            done = llm.generate(PROMPT, max_tokens=9, ignore_eos=True, speculate=draft)
+            assert done.speculation is not None and done.speculation.rounds > 0
+        gone = weakref.ref(draft.model)
+        del draft
+        gc.collect()
+        assert gone() is None
+        assert set(llm.budget.breakdown) <= {"weights", "pages of attention"}
+        llm.generate(PROMPT, max_tokens=9)
 
 
 def test_draft_models_need_the_same_vocabulary(pair, tmp_path, monkeypatch) -> None:
