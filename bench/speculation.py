@@ -2,8 +2,8 @@
 
     python bench/speculation.py [--model smollm2] [--rounds 7] [--peer-python peer/bin/python]
 
-Every round takes all ways to draft in turn, plain decoding among them, so that a machine that
-gets slower does so for all of them; a ratio is the median over rounds of way / plain. Output is
+Every way to draft is run right beside plain decoding, now before it and now after it, so that a
+machine that gets slower does so for both; a ratio is the median over all such pairs. Output is
 checked to be the same. The first round is not counted. Trained small models come from the tests.
 """
 
@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from _peers import Side, Worker, running
+from _peers import Side, Worker, running, turns
 
 import quire
 from quire.llm import Speculate
@@ -97,27 +97,29 @@ def _runs(
 
 
 def compare(runs: dict[str, Run], rounds: int, first: str = "plain") -> dict[str, dict[str, Any]]:
-    """All runs in turn, round by round; each against the first of its own round."""
+    """Every run beside the first one, round by round."""
     speeds: dict[str, list[float]] = {name: [] for name in runs}
+    ratios: dict[str, list[float]] = {first: [1.0]}
     figures: dict[str, dict[str, Any]] = {}
+    wanted = runs[first]()[1]
     for turn in range(rounds + 1):
-        wanted: list[int] | None = None
-        for name, run in runs.items():
-            speed, tokens, figures[name] = run()
-            wanted = wanted or tokens
-            assert tokens == wanted, f"{name} changes the output"
+        for name in [n for n in runs if n != first]:
+            now: dict[str, float] = {}
+            for one in turns([first, name], turn):
+                now[one], tokens, figures[one] = runs[one]()
+                assert tokens == wanted, f"{one} changes the output"
             if turn:
-                speeds[name].append(speed)
+                for one, speed in now.items():
+                    speeds[one].append(speed)
+                ratios.setdefault(name, []).append(now[name] / now[first])
     return {
         name: {
-            "tokens_per_s": statistics.median(values),
-            "ratio": statistics.median(
-                value / base for value, base in zip(values, speeds[first], strict=True)
-            ),
-            "ratios": [v / base for v, base in zip(values, speeds[first], strict=True)],
+            "tokens_per_s": statistics.median(speeds[name]),
+            "ratio": statistics.median(ratios[name]),
+            "ratios": ratios[name],
             **figures[name],
         }
-        for name, values in speeds.items()
+        for name in runs
     }
 
 

@@ -21,7 +21,7 @@ from quire.engine.walk import Line, walk
 from quire.errors import OutOfMemory, RequestError
 from quire.memory.budget import Budget
 from quire.memory.interface import Lease, SeqTokens
-from quire.speculate.interface import Draft, Drafter, Offer, Source, Target, Wanted
+from quire.speculate.interface import Draft, Drafter, Offer, Source, Speculator, Target, Wanted
 from quire.speculate.odds import Odds, smooth
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Loaded(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class DraftModel:
+class DraftModel(Speculator):
     """Drafts with another model of the same vocabulary."""
 
     llm: Loaded

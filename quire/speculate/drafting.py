@@ -124,13 +124,13 @@ class Round:
                 return
         drafts: dict[Sequence, Draft] = {}
         exit_after = 0
-        self._sources = list(dict.fromkeys(w.offer.source for w in wanted))
-        self._drafting.in_use.update(self._sources)
-        for source in self._sources:
-            asked = [w for w in wanted if w.offer.source is source]
-            if source.exit_after and exit_after not in (0, source.exit_after):
+        for source in dict.fromkeys(w.offer.source for w in wanted):
+            if source.exit_after and exit_after:
                 continue  # a step stops once on its way
             exit_after = exit_after or source.exit_after
+            self._sources.append(source)
+            self._drafting.in_use.add(source)
+            asked = [w for w in wanted if w.offer.source is source]
             for one, draft in zip(asked, source.draft(asked), strict=True):
                 drafts[one.sequence] = draft
                 if draft.tokens or draft.branches:

@@ -127,8 +127,9 @@ class Drafter:
         """The generation is over; whatever was kept for it goes."""
 
 
-class Speculator(Protocol):
+class Speculator:
     """The settings of a way to draft: what `speculate=` takes."""
 
     def start(self, target: Target, sequence: Sequence) -> Drafter:
         """A drafter for what this sequence is about to generate; or RequestError."""
+        raise NotImplementedError

@@ -49,6 +49,7 @@ def way(name: str, draft: quire.LLM) -> Speculate:
     configured: dict[str, Speculate] = {
         "lookahead": Lookahead(window=3, ngram=4, pool=2),
         "early-exit": EarlyExit(layers=1),
+        "later exit": EarlyExit(layers=2),
         "draft model": draft,
         "first of": FirstOf(Ngram(min_n=2), DraftModel(draft)),
     }
@@ -93,7 +94,7 @@ def test_a_batch_of_everything(always, pair, text) -> None:
     llm, draft = pair
     jobs = [
         (text[300 * i : 300 * i + 60 + 40 * i], name, SETTINGS[i % len(SETTINGS)])
-        for i, name in enumerate([*WAYS, None, *WAYS])
+        for i, name in enumerate([*WAYS, None, "later exit", *WAYS])
     ]
     alone = [tokens(llm, prompt, max_tokens=40, **settings) for prompt, _, settings in jobs]
     streams = []

@@ -186,6 +186,8 @@ def test_what_cannot_be_is_refused(pair, path, tmp_path) -> None:
         llm.generate("x", speculate="no-such-way")
     with pytest.raises(RequestError, match="early-exit"):
         llm.generate("x", speculate=llm)
+    with pytest.raises(RequestError, match="not 5"):
+        llm.generate("x", speculate=5)
     for layers in (0, 3, -1):
         with pytest.raises(RequestError, match="3, so 1 to 2"):
             llm.generate("x", speculate=EarlyExit(layers))
