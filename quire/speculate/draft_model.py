@@ -52,6 +52,7 @@ class DraftModel(Speculator):
     def start(self, target: Target, sequence: Sequence) -> Drafter:
         """A drafter with a sequence of its own in the other model's memory."""
         engine = self.llm.engine
+        engine.check_open()
         if engine.memory is target.memory:
             raise RequestError("a model cannot be its own draft model; use speculate='early-exit'")
         # It belongs to the draft model, so that the other keeps nothing of it alive.
@@ -130,7 +131,7 @@ class Follower(Source):
 
     def room(self, sequence: Sequence) -> int:
         """How far a draft behind this sequence could go."""
-        return self._engine.n_ctx - len(sequence.tokens)
+        return 0 if self._engine.closed else self._engine.n_ctx - len(sequence.tokens)
 
     def seconds_behind(self, sequence: Sequence) -> float:
         """What it takes to catch up with a sequence that was not followed for a while."""
@@ -140,8 +141,9 @@ class Follower(Source):
 
     def leave(self, sequence: Sequence) -> None:
         """A target's sequence is no longer followed."""
-        if sequence in self._own:
-            self._engine.close(self._own.pop(sequence))
+        own = self._own.pop(sequence, None)
+        if own and not self._engine.closed:
+            self._engine.close(own)
 
     def draft(self, wanted: Seq[Wanted]) -> list[Draft]:
         """All of them, or none where the draft model has no room."""
@@ -176,8 +178,7 @@ class Follower(Source):
         """The sequence that follows, with all of the target's tokens and few left to compute."""
         engine = self._engine
         if sequence not in self._own:
-            own = self._own[sequence] = engine.open()
-            own.salt = sequence.salt
+            own = self._own[sequence] = engine.open(sequence.salt)
             own.tokens.extend(sequence.tokens)
             engine.prefix.enter(own, ())
         own = self._own[sequence]
@@ -217,6 +218,7 @@ class Follower(Source):
                 part.own.computed += kept[part.own.id]
         self._lease.commit(kept)
         self.cancel()
+        self._engine.pay_for_compute()
 
     def cancel(self) -> None:
         """The lease ends; what was not kept is as if it had never been."""

@@ -213,8 +213,21 @@ def test_a_model_does_not_keep_its_draft_model_alive(always, path, draft_path) -
         del draft
         gc.collect()
         assert gone() is None
-        assert set(llm.budget.breakdown) <= {"weights", "pages of attention"}
+        assert set(llm.budget.breakdown) <= {"weights", "pages of attention", "compute"}
         llm.generate(PROMPT, max_tokens=9)
+
+
+def test_a_draft_model_that_is_closed_drafts_no_more(always, path, draft_path) -> None:
+    with quire.load(path) as llm, quire.load(draft_path, beside=llm) as draft:
+        plain = llm.generate(PROMPT, max_tokens=30, ignore_eos=True).token_ids
+        stream = llm.stream(PROMPT, max_tokens=30, ignore_eos=True, speculate=draft)
+        pieces = iter(stream)
+        next(pieces), next(pieces)
+        draft.close()
+        list(pieces)
+        assert stream.completion.token_ids == plain
+        with pytest.raises(RequestError, match="closed"):
+            llm.generate(PROMPT, speculate=draft)
 
 
 def test_draft_models_need_the_same_vocabulary(pair, tmp_path, monkeypatch) -> None:
