@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire import errors
+from quire import errors, speculate
 from quire.engine.sequence import Mark
 from quire.llm import LLM, Stream, load
 from quire.report import MemoryReport
@@ -14,6 +14,7 @@ from quire.types import (
     Json,
     Regex,
     Sampling,
+    Speculation,
     StepOutput,
     Timings,
     TokenLogprob,
@@ -31,6 +32,7 @@ __all__ = [
     "Regex",
     "Sampling",
     "Session",
+    "Speculation",
     "StepOutput",
     "Stream",
     "Timings",
@@ -38,4 +40,5 @@ __all__ = [
     "Tokenizer",
     "errors",
     "load",
+    "speculate",
 ]

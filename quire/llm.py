@@ -248,7 +248,14 @@ class LLM:
         """Who drafts: by name, a loaded model, or as it is configured."""
         if isinstance(speculate, LLM):
             return DraftModel(speculate)
-        return by_name(speculate) if isinstance(speculate, str) else speculate
+        if isinstance(speculate, str):
+            return by_name(speculate)
+        if speculate is None or isinstance(speculate, Speculator):
+            return speculate
+        raise RequestError(
+            "speculate takes a name, a loaded model or an object of quire.speculate, not "
+            f"{speculate!r}"
+        )
 
     def tokens_of(self, prompt: Prompt, add_special: bool = True) -> list[int]:
         """A prompt's token ids."""
@@ -328,7 +335,7 @@ def load(
         raise RequestError(f"load has no {', '.join(unknown)}; there are {', '.join(known)}")
     chosen = config.LoadConfig(**settings)
     path = pull.resolve(str(model), config.cache_folder(), progress)
-    budget = Share(beside.budget, path.name) if beside else Budget(chosen.budget_bytes())
+    budget = Share(beside.budget.whole, path.name) if beside else Budget(chosen.budget_bytes())
     return LLM(path, chosen, budget, progress)
 
 

@@ -58,6 +58,9 @@ class MemoryReport:
                 if part.removeprefix("checkpoint ") in cached or part == "several checkpoints":
                     part = "cached prefixes and checkpoints together"
                 sizes[f"{pool}: {part}"] += size
+        for use, size in self._budget.breakdown.items():
+            if ": " in use:  # of a model beside this one, under its name
+                sizes[use] += size
         sizes["compute buffers"] = self._engine.ops.compute_bytes
         rest = process_memory() - sum(sizes.values())
         sizes["interpreter, libraries, vocabulary"] = rest

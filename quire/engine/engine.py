@@ -47,7 +47,7 @@ class Engine:
         )  # fmt: skip
         self.end_ids = frozenset(end_ids)
         self.scheduler = Scheduler(max_tokens, self.room)
-        self.drafting = Drafting(memory, self.room)
+        self.drafting = Drafting(memory, prefix.budget, self.room)
         self._compute_bytes = 0  # what the budget knows of
         self.closed = False
 
@@ -66,10 +66,10 @@ class Engine:
             drafts.settle(accepted)
         outputs = self.scheduler.advance(accepted)
         self.prefix.remember(accepted)
-        self._pay_for_compute()
+        self.pay_for_compute()
         return outputs
 
-    def _pay_for_compute(self) -> None:
+    def pay_for_compute(self) -> None:
         """Tells the budget what arrays take; if it has no room, what is cached makes some."""
         while (more := self.ops.compute_bytes - self._compute_bytes) > 0:
             try:
@@ -371,7 +371,7 @@ class Engine:
             return out
         finally:
             self.close(sequence)
-            self._pay_for_compute()
+            self.pay_for_compute()
 
     def activate(self, sequence: Sequence) -> None:
         """Lets the next steps compute what is pending of a sequence."""

@@ -11,15 +11,17 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
+from weakref import WeakSet
 
 import numpy as np
 
-from quire.engine.constrain import Vocabulary
+from quire.engine.constrain import Constrainer, Vocabulary
 from quire.engine.sequence import Accepted, Sequence
 from quire.engine.walk import Line, walk
 from quire.errors import OutOfMemory, RequestError
+from quire.memory.budget import Budget
 from quire.memory.interface import Lease, SeqTokens
-from quire.speculate.interface import Draft, Drafter, Offer, Source, Target, Wanted
+from quire.speculate.interface import Draft, Drafter, Offer, Source, Speculator, Target, Wanted
 from quire.speculate.odds import Odds, smooth
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ class Loaded(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class DraftModel:
+class DraftModel(Speculator):
     """Drafts with another model of the same vocabulary."""
 
     llm: Loaded
@@ -50,17 +52,14 @@ class DraftModel:
     def start(self, target: Target, sequence: Sequence) -> Drafter:
         """A drafter with a sequence of its own in the other model's memory."""
         engine = self.llm.engine
+        engine.check_open()
         if engine.memory is target.memory:
             raise RequestError("a model cannot be its own draft model; use speculate='early-exit'")
-        key = (DraftModel, engine)
-        source = target.sources.get(key)
-        if source is None:
-            check_vocabulary(target.constrainer.vocabulary, engine.constrainer.vocabulary)
-            source = target.sources[key] = Follower(
-                engine, engine.budget.whole is target.budget.whole
-            )
+        # It belongs to the draft model, so that the other keeps nothing of it alive.
+        source = engine.sources.setdefault(Follower, Follower(engine))
         assert isinstance(source, Follower)
-        return DraftModelDrafter(source, sequence, self.most, target.odds(key, _START))
+        source.check_vocabulary(target.constrainer)
+        return DraftModelDrafter(source, sequence, self.most)
 
 
 def check_vocabulary(target: Vocabulary, draft: Vocabulary) -> None:
@@ -82,16 +81,19 @@ def check_vocabulary(target: Vocabulary, draft: Vocabulary) -> None:
 class DraftModelDrafter(Drafter):
     """Has a sequence that follows the target's; it is opened with the first draft."""
 
-    def __init__(self, source: Follower, sequence: Sequence, most: int, odds: Odds) -> None:
+    def __init__(self, source: Follower, sequence: Sequence, most: int) -> None:
         self._source = source
         self._sequence = sequence
         self._most = most
-        self._odds = odds
+        self._odds = Odds(_START, elder=source.elder)
 
     def offer(self, sequence: Sequence, most: int) -> Offer | None:
         """As far as the draft model's context goes."""
         most = min(most, self._most, self._source.room(sequence))
-        return Offer(self._source, most, self._odds) if most > 0 else None
+        if most <= 0:
+            return None
+        once = self._source.seconds_behind(sequence)
+        return Offer(self._source, most, self._odds, seconds_once=once)
 
     def close(self) -> None:
         """The sequence goes; what it holds is kept as a cached prefix, like any."""
@@ -112,21 +114,36 @@ class Part:
 class Follower(Source):
     """Drafts for all sequences of a step in one batch of the draft model."""
 
-    def __init__(self, engine: Engine, shares_budget: bool) -> None:
+    def __init__(self, engine: Engine) -> None:
+        self.elder = Odds(_START)
         self._engine = engine
-        self._shares_budget = shares_budget
+        self._checked: WeakSet[Constrainer] = WeakSet()
         self._own: dict[Sequence, Sequence] = {}
+        self._seconds_per_read = 0.0
         self._lease: Lease | None = None
         self._parts: dict[Sequence, Part] = {}
 
+    def check_vocabulary(self, target: Constrainer) -> None:
+        """Refuses to draft for a model with other tokens; each model is looked at once."""
+        if target not in self._checked:
+            check_vocabulary(target.vocabulary, self._engine.constrainer.vocabulary)
+            self._checked.add(target)
+
     def room(self, sequence: Sequence) -> int:
         """How far a draft behind this sequence could go."""
-        return self._engine.n_ctx - len(sequence.tokens)
+        return 0 if self._engine.closed else self._engine.n_ctx - len(sequence.tokens)
+
+    def seconds_behind(self, sequence: Sequence) -> float:
+        """What it takes to catch up with a sequence that was not followed for a while."""
+        own = self._own.get(sequence)
+        behind = len(sequence.tokens) - (own.computed if own else 0)
+        return behind * self._seconds_per_read if behind > _BEHIND else 0.0
 
     def leave(self, sequence: Sequence) -> None:
         """A target's sequence is no longer followed."""
-        if sequence in self._own:
-            self._engine.close(self._own.pop(sequence))
+        own = self._own.pop(sequence, None)
+        if own and not self._engine.closed:
+            self._engine.close(own)
 
     def draft(self, wanted: Seq[Wanted]) -> list[Draft]:
         """All of them, or none where the draft model has no room."""
@@ -161,8 +178,7 @@ class Follower(Source):
         """The sequence that follows, with all of the target's tokens and few left to compute."""
         engine = self._engine
         if sequence not in self._own:
-            own = self._own[sequence] = engine.open()
-            own.salt = sequence.salt
+            own = self._own[sequence] = engine.open(sequence.salt)
             own.tokens.extend(sequence.tokens)
             engine.prefix.enter(own, ())
         own = self._own[sequence]
@@ -171,10 +187,13 @@ class Follower(Source):
         while own.pending > _BEHIND:
             count = min(own.pending - 1, engine.scheduler.max_tokens)
             tokens = np.array(own.tokens[own.computed : own.computed + count], np.int32)
+            start = perf_counter()
             with self._reserved([SeqTokens(own.id, tokens)]) as lease:
                 engine.runner.run(lease.ubatch)
                 lease.commit({own.id: count})
             own.computed += count
+            now = (perf_counter() - start) / count
+            self._seconds_per_read = smooth(self._seconds_per_read, now)
         return own
 
     def _reserved(self, entries: list[SeqTokens]) -> Lease:
@@ -199,6 +218,7 @@ class Follower(Source):
                 part.own.computed += kept[part.own.id]
         self._lease.commit(kept)
         self.cancel()
+        self._engine.pay_for_compute()
 
     def cancel(self) -> None:
         """The lease ends; what was not kept is as if it had never been."""
@@ -207,9 +227,9 @@ class Follower(Source):
         if lease:
             lease.abort()
 
-    def give_way(self) -> bool:
+    def give_way(self, budget: Budget) -> bool:
         """Drops what is cached, then what follows the targets: it can be computed again."""
-        if not self._shares_budget:
+        if self._engine.budget.whole is not budget.whole:
             return False
         if self._engine.prefix.evict_one():
             return True

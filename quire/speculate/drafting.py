@@ -7,10 +7,12 @@ from dataclasses import replace
 from time import perf_counter
 from types import TracebackType
 from typing import Self
+from weakref import WeakSet
 
 from quire.engine.preempt import MakeRoom
 from quire.engine.scheduler import Branch, Entry, Plan
 from quire.engine.sequence import Accepted, Sequence
+from quire.memory.budget import Budget
 from quire.memory.interface import Memory
 from quire.speculate.interface import Draft, Drafter, Offer, Source, Wanted
 from quire.speculate.odds import Choice, Costs, Odds, lengths
@@ -22,11 +24,13 @@ MOST_TOKENS = 64
 class Drafting:
     """Adds drafts to the steps of one engine, and learns from them."""
 
-    def __init__(self, memory: Memory, room: MakeRoom) -> None:
+    def __init__(self, memory: Memory, budget: Budget, room: MakeRoom) -> None:
         self.memory = memory
+        self._budget = budget
         self.room = room
         self.costs = Costs()
         self.sources: dict[object, Source] = {}
+        self.in_use: WeakSet[Source] = WeakSet()
         self._elders: dict[object, Odds] = {}
 
     def round(self, plan: Plan) -> Round:
@@ -39,7 +43,7 @@ class Drafting:
 
     def give_way(self) -> bool:
         """Frees memory that drafts could do without; False when there is none."""
-        return any(source.give_way() for source in self.sources.values())
+        return any(source.give_way(self._budget) for source in self.in_use)
 
 
 class Round:
@@ -87,7 +91,7 @@ class Round:
         choices = [
             Choice(
                 o.odds, o.most, o.source.seconds_per_token, o.source.seconds_at_all, o.source,
-                o.extra,
+                o.extra, o.seconds_once,
             )
             for _, o in offers
         ]  # fmt: skip
@@ -109,21 +113,24 @@ class Round:
         room = self._memory.room_for_draft(entry.sequence.id) - entry.count
         most = min(generation.left - 1, room, MOST_TOKENS)
         offer = drafter.offer(entry.sequence, most) if most > 0 else None
-        return [offer] if offer else []
+        return [offer] if offer and not offer.odds.pauses() else []
 
     def _propose(self, wanted: list[Wanted]) -> None:
         """Has the drafts made, and takes those that fit; nobody gives way for a draft."""
-        while wanted and not self._fits(wanted):
+        if not wanted:
+            return
+        while not self._fits(wanted):
             if not self._drafting.room.evict_cached():
                 return
         drafts: dict[Sequence, Draft] = {}
         exit_after = 0
-        self._sources = list(dict.fromkeys(w.offer.source for w in wanted))
-        for source in self._sources:
-            asked = [w for w in wanted if w.offer.source is source]
-            if source.exit_after and exit_after not in (0, source.exit_after):
+        for source in dict.fromkeys(w.offer.source for w in wanted):
+            if source.exit_after and exit_after:
                 continue  # a step stops once on its way
             exit_after = exit_after or source.exit_after
+            self._sources.append(source)
+            self._drafting.in_use.add(source)
+            asked = [w for w in wanted if w.offer.source is source]
             for one, draft in zip(asked, source.draft(asked), strict=True):
                 drafts[one.sequence] = draft
                 if draft.tokens or draft.branches:

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from quire.engine.runner import Runner
 from quire.engine.sequence import Accepted, Sequence
 from quire.errors import RequestError
-from quire.speculate.interface import Draft, Drafter, Offer, Source, Target, Wanted
+from quire.speculate.interface import Draft, Drafter, Offer, Source, Speculator, Target, Wanted
 from quire.speculate.odds import Odds, smooth
 
 _START = 0.6  # how sure a draft is taken to be at first
 
 
 @dataclass(frozen=True)
-class EarlyExit:
+class EarlyExit(Speculator):
     """Drafts with the first `layers` layers (two thirds of them when None)."""
 
     layers: int | None = None

@@ -14,7 +14,7 @@ _SURE: Final = 0.5  # chance of the first token from which on nobody else is ask
 
 
 @dataclass(frozen=True, init=False)
-class FirstOf:
+class FirstOf(Speculator):
     """The first that is likely to be right, or else the last that has anything to say."""
 
     ways: tuple[Speculator, ...]

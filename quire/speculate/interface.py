@@ -29,10 +29,6 @@ class Target(Protocol):
     memory: Memory
     constrainer: Constrainer
 
-    @property
-    def budget(self) -> Budget:
-        """What its memory is taken from."""
-
     def odds(self, key: object, start: float, burst: int = 1) -> Odds:
         """Odds for a new generation, from what is known of those with the same key."""
 
@@ -63,6 +59,8 @@ class Offer:
     """Those who know what they will say, say it here."""
     extra: int = 0
     """Tokens that have to be computed besides the draft."""
+    seconds_once: float = 0.0
+    """What it takes to get ready, which later drafts will not need again."""
     drafter: Drafter | None = None
     """Who offers, for sources that ask back."""
 
@@ -98,8 +96,8 @@ class Source:
     def cancel(self) -> None:
         """The step failed, or is over: nothing of it may stay behind. It may come twice."""
 
-    def give_way(self) -> bool:
-        """Frees memory that drafts could do without; False when there is none."""
+    def give_way(self, budget: Budget) -> bool:
+        """Frees memory of a budget that drafts could do without; False when there is none."""
         return False
 
 
@@ -129,8 +127,9 @@ class Drafter:
         """The generation is over; whatever was kept for it goes."""
 
 
-class Speculator(Protocol):
+class Speculator:
     """The settings of a way to draft: what `speculate=` takes."""
 
     def start(self, target: Target, sequence: Sequence) -> Drafter:
         """A drafter for what this sequence is about to generate; or RequestError."""
+        raise NotImplementedError

@@ -23,7 +23,7 @@ from quire.engine.scheduler import Branch
 from quire.engine.sequence import Accepted, Sequence
 from quire.errors import RequestError
 from quire.memory.interface import Memory
-from quire.speculate.interface import Draft, Drafter, Offer, Source, Target, Wanted
+from quire.speculate.interface import Draft, Drafter, Offer, Source, Speculator, Target, Wanted
 from quire.speculate.odds import Odds
 
 _START = 0.3  # how sure a draft is taken to be at first
@@ -31,7 +31,7 @@ _BURST = 4  # steps that it takes until the pool has anything
 
 
 @dataclass(frozen=True)
-class Lookahead:
+class Lookahead(Speculator):
     """Jacobi iteration over `window` columns, n-grams of `ngram` tokens, `pool` of them tried."""
 
     window: int = 4

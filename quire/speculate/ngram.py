@@ -7,7 +7,7 @@ from typing import Final
 
 from quire.engine.sequence import Sequence
 from quire.errors import RequestError
-from quire.speculate.interface import Drafter, Offer, Target, known_source
+from quire.speculate.interface import Drafter, Offer, Speculator, Target, known_source
 from quire.speculate.ngram_cache import NgramCache
 
 _LONGEST = 16  # tokens that a match is followed back
@@ -18,7 +18,7 @@ _CACHE_START: Final = 0.5
 
 
 @dataclass(frozen=True)
-class Ngram:
+class Ngram(Speculator):
     """Looks the last `max_n` … `min_n` tokens up in prompt and output, then in a cache file's."""
 
     max_n: int = 3

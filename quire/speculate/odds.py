@@ -13,8 +13,11 @@ _OWN, _OTHERS = 0.3, 0.2  # how far a measured step moves its own size's cost, a
 _STALE = 64  # steps after which it is measured again what a step without drafts costs
 _UNKNOWN = 0.1  # what a token more is taken to cost before it was tried, as a share of the step
 _FIRST_PROBE, _LAST_PROBE = 16, 256  # steps without a draft after which one is tried again
+_LASTS = 64  # drafts that are likely to follow a first one
+_HOPELESS = 0.03  # chance below which a token is not thought about
+_PAUSE = 3  # steps after which a draft that did not pay is thought about again
 _PROBE = 2  # tokens of such a draft
-_PROBE_PRICE = 40  # steps that must pass, too, for each step that trying again costs
+_PROBE_PRICE = 60  # steps that must pass, too, for each step that trying again costs
 
 
 class Odds:
@@ -32,6 +35,7 @@ class Odds:
         self._tried: list[float] = []
         self._burst = burst
         self._trying = 0  # steps of a burst that are left
+        self._pause = 0  # steps that it is not asked
         self._rest: int = elder._rest if elder else 0  # steps since the last draft
         self._probe_after: int = elder._probe_after if elder else _FIRST_PROBE
 
@@ -64,6 +68,14 @@ class Odds:
         if right:
             self._probe_after = max(self._probe_after // 2, _FIRST_PROBE)
 
+    def pauses(self) -> bool:
+        """Whether a draft would not have paid a moment ago, and need not be thought about now."""
+        if self._pause == 0:
+            return False
+        self._pause -= 1
+        self._rest += 1
+        return True
+
     def rested(self, price: float) -> bool:
         """A step goes without a draft of this kind; True where it is time to try one again.
 
@@ -76,6 +88,7 @@ class Odds:
         if self._elder:
             self._elder._rest = self._rest
         if self._rest <= self._burst * max(self._probe_after, price * _PROBE_PRICE):
+            self._pause = _PAUSE
             return False
         self._rest, self._trying = 0, self._burst - 1
         self._probe_after = min(2 * self._probe_after, _LAST_PROBE)
@@ -154,6 +167,8 @@ class Choice:
     """Those of one source draft together: the longest draft is what it costs."""
     extra: int = 0
     """Tokens that come along with any draft."""
+    seconds_once: float = 0.0
+    """What the first draft costs and later ones do not."""
 
 
 def lengths(choices: Seq[Choice], n_tokens: int, n_gain: int, costs: Costs) -> list[int]:
@@ -174,11 +189,14 @@ def lengths(choices: Seq[Choice], n_tokens: int, n_gain: int, costs: Costs) -> l
     gain = float(n_gain)
     best, best_rate = list(taken), gain / max(costs.of(n_tokens), 1e-9)
     for reach, place, who in ladder:
+        if reach < _HOPELESS:
+            break
         choice = choices[who]
         taken[who] = -place
         n_tokens += 1 + (choice.extra if place == -1 else 0)
         gain += reach
         seconds = choice.seconds_at_all - place * choice.seconds_per_token
+        seconds += choice.seconds_once / _LASTS
         drafting[choice.source] = max(drafting.get(choice.source, 0.0), seconds)
         rate = gain / max(costs.of(n_tokens) + sum(drafting.values()), 1e-9)
         if rate > best_rate:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise, product
@@ -184,6 +186,8 @@ def test_what_cannot_be_is_refused(pair, path, tmp_path) -> None:
         llm.generate("x", speculate="no-such-way")
     with pytest.raises(RequestError, match="early-exit"):
         llm.generate("x", speculate=llm)
+    with pytest.raises(RequestError, match="not 5"):
+        llm.generate("x", speculate=5)
     for layers in (0, 3, -1):
         with pytest.raises(RequestError, match="3, so 1 to 2"):
             llm.generate("x", speculate=EarlyExit(layers))
@@ -198,6 +202,32 @@ def test_what_cannot_be_is_refused(pair, path, tmp_path) -> None:
         llm.generate("x", speculate=Ngram(cache=NgramCache.build([], 7)))
     with pytest.raises(RequestError, match="memory_budget"):
         quire.load(path, beside=llm, memory_budget="1GiB")
+
+
+def test_a_model_does_not_keep_its_draft_model_alive(always, path, draft_path) -> None:
+    with quire.load(path) as llm:
+        with quire.load(draft_path, beside=llm) as draft:
+            done = llm.generate(PROMPT, max_tokens=9, ignore_eos=True, speculate=draft)
+            assert done.speculation is not None and done.speculation.rounds > 0
+        gone = weakref.ref(draft.model)
+        del draft
+        gc.collect()
+        assert gone() is None
+        assert set(llm.budget.breakdown) <= {"weights", "pages of attention", "compute"}
+        llm.generate(PROMPT, max_tokens=9)
+
+
+def test_a_draft_model_that_is_closed_drafts_no_more(always, path, draft_path) -> None:
+    with quire.load(path) as llm, quire.load(draft_path, beside=llm) as draft:
+        plain = llm.generate(PROMPT, max_tokens=30, ignore_eos=True).token_ids
+        stream = llm.stream(PROMPT, max_tokens=30, ignore_eos=True, speculate=draft)
+        pieces = iter(stream)
+        next(pieces), next(pieces)
+        draft.close()
+        list(pieces)
+        assert stream.completion.token_ids == plain
+        with pytest.raises(RequestError, match="closed"):
+            llm.generate(PROMPT, speculate=draft)
 
 
 def test_draft_models_need_the_same_vocabulary(pair, tmp_path, monkeypatch) -> None:

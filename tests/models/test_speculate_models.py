@@ -29,7 +29,9 @@ SETTINGS: list[dict[str, Any]] = [
 @pytest.fixture(scope="module", params=NAMES)
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[quire.LLM, quire.LLM]]:
     """A trained model, and another one that drafts for it on the same budget."""
-    other = "tiny-dense" if request.param != "tiny-dense" else "tiny-moe"
+    other = {"tiny-dense": "tiny-recurrent", "tiny-moe": "tiny-hybrid"}.get(
+        request.param, "tiny-dense"
+    )
     with (
         quire.load(MODELS / request.param) as llm,
         quire.load(MODELS / other, beside=llm) as draft,
@@ -47,6 +49,7 @@ def way(name: str, draft: quire.LLM) -> Speculate:
     configured: dict[str, Speculate] = {
         "lookahead": Lookahead(window=3, ngram=4, pool=2),
         "early-exit": EarlyExit(layers=1),
+        "later exit": EarlyExit(layers=2),
         "draft model": draft,
         "first of": FirstOf(Ngram(min_n=2), DraftModel(draft)),
     }
@@ -60,15 +63,16 @@ def tokens(llm: quire.LLM, prompt: str, **fields: Any) -> list[int]:
 @pytest.mark.parametrize("name", WAYS)
 def test_output_is_the_same(always, pair, text, name: str) -> None:
     llm, draft = pair
-    for settings in SETTINGS:
-        plain = tokens(llm, text[:300], max_tokens=64, **settings)
+    for settings in SETTINGS[1:3]:
+        plain = tokens(llm, text[:300], max_tokens=48, **settings)
         done = llm.generate(
-            text[:300], ignore_eos=True, max_tokens=64, speculate=way(name, draft), **settings
+            text[:300], ignore_eos=True, max_tokens=48, speculate=way(name, draft), **settings
         )
         assert done.token_ids == plain
-        assert done.speculation is not None and done.speculation.rounds > 5
+        assert done.speculation is not None and done.speculation.rounds > 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WAYS)
 def test_long_greedy_output_is_the_same(always, pair, text, name: str) -> None:
     llm, draft = pair
@@ -80,9 +84,9 @@ def test_long_greedy_output_is_the_same(always, pair, text, name: str) -> None:
 def test_left_to_itself_output_is_the_same(pair, text) -> None:
     """Lengths that follow the clock change from run to run; the output does not."""
     llm, draft = pair
-    plain = tokens(llm, text[:300], max_tokens=200)
+    plain = tokens(llm, text[:300], max_tokens=100)
     for name in WAYS:
-        assert tokens(llm, text[:300], max_tokens=200, speculate=way(name, draft)) == plain
+        assert tokens(llm, text[:300], max_tokens=100, speculate=way(name, draft)) == plain
 
 
 def test_a_batch_of_everything(always, pair, text) -> None:
@@ -90,7 +94,7 @@ def test_a_batch_of_everything(always, pair, text) -> None:
     llm, draft = pair
     jobs = [
         (text[300 * i : 300 * i + 60 + 40 * i], name, SETTINGS[i % len(SETTINGS)])
-        for i, name in enumerate([*WAYS, None, *WAYS])
+        for i, name in enumerate([*WAYS, None, "later exit", *WAYS])
     ]
     alone = [tokens(llm, prompt, max_tokens=40, **settings) for prompt, _, settings in jobs]
     streams = []
@@ -148,9 +152,9 @@ def test_sessions_go_on_the_same(always, pair, text, name: str) -> None:
         for s, drafts in ((plain, None), (drafted, way(name, draft))):
             s.append(text[:150])
             mark = s.checkpoint()
-            first = s.generate(max_tokens=30, ignore_eos=True, speculate=drafts).token_ids
+            first = s.generate(max_tokens=20, ignore_eos=True, speculate=drafts).token_ids
             s.rewind(mark)
-            assert s.generate(max_tokens=30, ignore_eos=True, speculate=drafts).token_ids == first
+            assert s.generate(max_tokens=20, ignore_eos=True, speculate=drafts).token_ids == first
             s.append(text[150:200])
             s.generate(max_tokens=20, speculate=drafts, stop="e")
         assert plain.tokens == drafted.tokens
@@ -161,7 +165,7 @@ def test_nothing_is_held_after_aborts(always, pair, text) -> None:
     """Streams that are closed anywhere, and steps that fail, leave nothing behind."""
     llm, draft = pair
     rng = random.Random(3)
-    for _ in range(6):
+    for _ in range(3):
         open_streams = []
         for name in WAYS:
             start = rng.randrange(2000)
