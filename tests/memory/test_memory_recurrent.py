@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from quire.errors import BudgetError, ModelError, RequestError
 from quire.memory.budget import Budget
 from quire.memory.interface import MicroBatch
-from quire.memory.pool import PagePool
+from quire.memory.pool import PagePool, fit_together
 from quire.memory.recurrent import RecurrentMemory
 from quire.memory.state_layout import Fold, RecurrentSpec, StateLayout, StateView
 
@@ -245,7 +245,7 @@ def test_states_kept_for_later_go_when_the_budget_is_short() -> None:
     memory.seq_rm(1, 0, -1)
     assert (memory.states.used, memory.states.committed) == (1, 2 * size)
     other = PagePool("other", size, 4, memory.states.budget)
-    assert other.fits(2) and not other.fits(3)
+    assert fit_together([(other, 2)]) and not fit_together([(other, 3)])
     other.allocate(2)
     assert memory.states.committed == size
     memory.audit()
