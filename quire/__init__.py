@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from quire import errors, speculate
 from quire.engine.sequence import Mark
-from quire.llm import LLM, Stream, load
+from quire.llm import LLM, load
 from quire.report import MemoryReport
 from quire.session import Session
+from quire.stream import Stream
 from quire.text.tokenizer import Tokenizer
 from quire.types import (
     Completion,

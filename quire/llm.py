@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import cached_property
@@ -36,6 +36,7 @@ from quire.session import Session
 from quire.session_file import open_session
 from quire.speculate import DraftModel, by_name
 from quire.speculate.interface import Speculator
+from quire.stream import Stream
 from quire.text.detokenize import Detokenizer
 from quire.text.template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
@@ -240,10 +241,6 @@ class LLM:
         self.jobs.start(job)
         return job
 
-    def stream_job(self, session: Session, job: Job) -> Stream:
-        """A job on a session, piece by piece; the session lives as long as its stream does."""
-        return Stream(self, job, session)
-
     def speculator(self, speculate: Speculate) -> Speculator | None:
         """Who drafts: by name, a loaded model, or as it is configured."""
         if isinstance(speculate, LLM):
@@ -271,45 +268,6 @@ class LLM:
     def _start(self, prompt: Prompt, request: Request, stop: str | Seq[str]) -> Job:
         request = replace(request, tokens=tuple(self.tokens_of(prompt)))
         return self.new_job(self.engine.open(), request, stop, keep=False)
-
-
-class Stream:
-    """An iterator over pieces of text as they come; closing it early gives its pages back."""
-
-    def __init__(self, llm: LLM, job: Job, session: Session | None = None) -> None:
-        self._llm = llm
-        self._job = job
-        self._session = session  # lives as long as its stream does
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        while not (piece := self._job.take()):
-            if self._job.error:
-                raise self._job.error
-            if self._job.done:
-                raise StopIteration
-            try:
-                self._llm.jobs.step()
-            except BaseException:
-                self.close()
-                raise
-        return piece
-
-    @property
-    def completion(self) -> Completion:
-        """What has come so far, as a whole."""
-        return self._job.completion(self._llm.load_s, self._llm.extent)
-
-    def close(self) -> None:
-        """Ends the generation."""
-        self._llm.jobs.drop(self._job)
-
-    def __del__(self) -> None:
-        jobs, job = self._llm.jobs, self._job
-        if not job.done:
-            jobs.later(lambda: jobs.drop(job))
 
 
 def _salt(salt: str) -> str:

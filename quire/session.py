@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from quire.engine.sequence import Mark, Sequence
 from quire.errors import RequestError
 from quire.session_file import save_session
+from quire.stream import Stream
 from quire.types import Completion, Constraint, Request, Sampling, SamplingFields
 
 if TYPE_CHECKING:
-    from quire.llm import LLM, Speculate, Stream
+    from quire.llm import LLM, Speculate
 
 
 class Session:
@@ -54,7 +55,7 @@ class Session:
             self._compute()
         except BaseException:
             self._llm.engine.stop(sequence)
-            self._llm.engine.truncate(sequence, before)
+            self._llm.engine.places.truncate(sequence, before)
             raise
         return self
 
@@ -85,7 +86,7 @@ class Session:
         drafts = self._llm.speculator(speculate)
         request = Request((), chosen, constraint, speculate=drafts)
         job = self._llm.new_job(self._live(), request, stop, keep=True)
-        return self._llm.stream_job(self, job)
+        return Stream(self._llm, job, self)
 
     def logits(self) -> NDArray[np.float32]:
         """Logits after the last token."""
@@ -93,7 +94,7 @@ class Session:
         if not sequence.tokens:
             raise RequestError("an empty session has no logits; append something first")
         if sequence.logits is None:
-            self._llm.engine.want_logits(self._resting())
+            self._llm.engine.places.want_logits(self._resting())
             self._compute()
         assert sequence.logits is not None
         return sequence.logits.copy()
@@ -114,7 +115,7 @@ class Session:
             name = next(mark for mark in made if mark not in self._marks)
         elif not isinstance(name, str) or not name or name in self._marks:
             raise RequestError(f"a mark needs a name that this session has not yet, not {name!r}")
-        self._marks[name] = mark = self._llm.engine.mark(self._live(), name)
+        self._marks[name] = mark = self._llm.engine.places.mark(self._live(), name)
         return mark
 
     def drop(self, mark: Mark) -> Session:
@@ -131,9 +132,9 @@ class Session:
         sequence = self._resting()
         n = len(sequence.tokens)
         if isinstance(to, Mark):
-            self._llm.engine.restore(sequence, to)
+            self._llm.engine.places.restore(sequence, to)
         elif isinstance(to, int) and -n <= to < 0:
-            self._llm.engine.truncate(sequence, n + to, self._marks.values())
+            self._llm.engine.places.truncate(sequence, n + to, self._marks.values())
         else:
             raise RequestError(f"rewind takes a mark, or -1 to -{n} tokens here, not {to!r}")
         return self
@@ -163,7 +164,7 @@ class Session:
             raise RequestError(
                 f"remove takes a part of the {len(sequence.tokens)} tokens, not {start} to {stop}"
             )
-        self._llm.engine.remove(sequence, start, stop)
+        self._llm.engine.places.remove(sequence, start, stop)
         return self
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -94,7 +94,7 @@ def _read(
         logits = arrays.get(f"mark {i} logits")
         name = told["name"]
         marks[name] = Mark(
-            name, tokens, told["computed"], logits, told["moved"], checkpoint, engine
+            name, tokens, told["computed"], logits, told["moved"], checkpoint, engine.memory
         )
     return sequence, marks, json.loads(facts["notes"])
 

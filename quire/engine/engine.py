@@ -8,16 +8,18 @@ from collections.abc import Sequence as Seq
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.engine.compute import ComputeBudget
 from quire.engine.constrain import Constrainer
+from quire.engine.places import Places
 from quire.engine.preempt import MakeRoom
 from quire.engine.prefix_cache import PrefixCache
 from quire.engine.runner import Runner
 from quire.engine.sampling import make_sampler
 from quire.engine.scheduler import Scheduler
-from quire.engine.sequence import Accepted, Ends, Generation, Mark, Sequence
+from quire.engine.sequence import Accepted, Ends, Generation, Sequence
 from quire.errors import BudgetError, ContextError, RequestError, TierError
 from quire.memory.budget import Budget
-from quire.memory.interface import Memory, SeqTokens, Status
+from quire.memory.interface import Memory, SeqTokens
 from quire.memory.tiers import Tiers
 from quire.speculate.drafting import Drafting
 from quire.speculate.interface import Source
@@ -41,14 +43,15 @@ class Engine:
         self.constrainer = constrainer
         self.tiers = tiers
         self._sequences: dict[int, Sequence] = {}
+        self.compute = ComputeBudget(self.ops, prefix.budget)
         self.room = MakeRoom(
             memory, tiers, prefix, self._idle_sequences, lambda: runner.seconds_per_token,
-            lambda: self.drafting.give_way(), self._trim_compute,
+            lambda: self.drafting.give_way(), self.compute.trim,
         )  # fmt: skip
+        self.places = Places(memory, prefix, self.room, self.hold)
         self.end_ids = frozenset(end_ids)
         self.scheduler = Scheduler(max_tokens, self.room)
         self.drafting = Drafting(memory, prefix.budget, self.room)
-        self._compute_bytes = 0  # what the budget knows of
         self.closed = False
 
     def step(self) -> list[StepOutput]:
@@ -66,31 +69,8 @@ class Engine:
             drafts.settle(accepted)
         outputs = self.scheduler.advance(accepted)
         self.prefix.remember(accepted)
-        self.pay_for_compute()
+        self.compute.pay(self.room.evict_one)
         return outputs
-
-    def pay_for_compute(self) -> None:
-        """Tells the budget what arrays take; if it has no room, what is cached makes some."""
-        while (more := self.ops.compute_bytes - self._compute_bytes) > 0:
-            try:
-                self.budget.reserve(more, "compute")
-                self._compute_bytes += more
-            except BudgetError:
-                if not self.room.evict_one():
-                    return
-        self._refund_compute()
-
-    def _refund_compute(self) -> bool:
-        """Tells the budget what arrays do not take any more; whether that is anything."""
-        less = max(self._compute_bytes - self.ops.compute_bytes, 0)
-        self.budget.release(less, "compute")
-        self._compute_bytes -= less
-        return less > 0
-
-    def _trim_compute(self) -> bool:
-        """Gives back what no array uses; whether that made any room."""
-        self.ops.trim()
-        return self._refund_compute()
 
     def shut(self) -> None:
         """Ends all sequences and gives everything back; once is enough."""
@@ -102,7 +82,7 @@ class Engine:
         self.prefix.index.close()
         self.memory.close()
         self.tiers.close()
-        self.budget.release(self._compute_bytes, "compute")
+        self.compute.close()
 
     def check_open(self) -> None:
         """Refuses to go on with a model that was closed."""
@@ -155,22 +135,6 @@ class Engine:
             or self.scheduler.take_from_others(needy)
         )
 
-    def mark(self, sequence: Sequence, name: str) -> Mark:
-        """Keeps a sequence as it is now."""
-        self.hold(sequence)
-        checkpoint = self.memory.checkpoint_save(sequence.id)
-        return Mark(
-            name, tuple(sequence.tokens), sequence.computed, sequence.logits, sequence.moved,
-            checkpoint, self,
-        )  # fmt: skip
-
-    def check_mark(self, mark: Mark) -> None:
-        """Refuses a mark that memory does not hold."""
-        if mark.engine is not self:
-            raise RequestError(f"mark {mark.name!r} was made with another model")
-        if mark.checkpoint not in self.memory.checkpoints.by_name:
-            raise RequestError(f"mark {mark.name!r} is gone: it was dropped, or its session closed")
-
     def _opened(self, sequence: Sequence) -> Sequence:
         self._sequences[sequence.id] = sequence
         return sequence
@@ -192,98 +156,6 @@ class Engine:
         else:
             self.prefix.track(sequence)
         self.activate(sequence)
-
-    def truncate(self, sequence: Sequence, length: int, marks: Iterable[Mark] = ()) -> None:
-        """Drops all tokens from position `length` on.
-
-        Where memory cannot go back so far, the nearest place that a mark or somebody else holds
-        is gone back to, and the rest is computed again.
-        """
-        self.hold(sequence)
-        if self.memory.seq_rm(sequence.id, length, -1):
-            del sequence.tokens[length:]
-            if sequence.computed > length:
-                sequence.computed, sequence.logits = length, None
-            self.prefix.track(sequence)
-        elif sequence.moved:
-            raise RequestError(
-                f"position {length} cannot be restored: nothing covers it any more; "
-                "make a checkpoint before the place to return to"
-            )
-        else:
-            self.memory.seq_rm(sequence.id, 0, -1)
-            del sequence.tokens[length:]
-            sequence.logits = None
-            self.prefix.adopt(sequence)
-            self._start_from(sequence, marks)
-
-    def _start_from(self, sequence: Sequence, marks: Iterable[Mark]) -> None:
-        """Goes to the furthest mark along a sequence's tokens, if that is further than it is."""
-        tokens = sequence.tokens
-        fitting = [
-            m for m in marks if not m.moved and tuple(tokens[: m.computed]) == m.computed_tokens
-        ]
-        best = max(fitting, key=lambda m: m.computed, default=None)
-        if best is not None and best.computed > sequence.computed:
-            self.memory.checkpoint_restore(sequence.id, best.checkpoint)
-            sequence.computed = best.computed
-
-    def remove(self, sequence: Sequence, start: int, stop: int) -> None:
-        """Takes computed tokens out of the middle; those behind move up, rotated, in place."""
-        self.hold(sequence)
-        behind = stop < len(sequence.tokens)
-        before = self.memory.checkpoint_save(sequence.id)
-        try:
-            removed = self.memory.seq_rm(sequence.id, start, stop)
-            if not removed:
-                raise RequestError(
-                    f"tokens {start} to {stop} cannot be taken out: the model's memory has them "
-                    "in a state or has passed them; rewind and append the rest instead"
-                )
-            if behind:
-                self.memory.seq_add(sequence.id, stop, -1, start - stop)
-        except RequestError:
-            self.memory.checkpoint_restore(sequence.id, before)
-            raise
-        finally:
-            self.memory.checkpoint_delete(before)
-        del sequence.tokens[start:stop]
-        sequence.computed -= stop - start
-        sequence.logits = None
-        if behind:
-            if self._update(sequence, optimize=True) or self._update(sequence, optimize=False):
-                sequence.moved = True
-            else:  # no room to turn shared pages in: the tokens are computed where they are now
-                self.room.give_up(sequence)
-        self.prefix.track(sequence)
-
-    def _update(self, sequence: Sequence, optimize: bool) -> bool:
-        """Does what is pending on a sequence; False where there is no room for that."""
-        while True:
-            with self.memory.init_update(optimize) as update:
-                if not update.status.is_fail:
-                    if update.status is Status.SUCCESS:
-                        update.apply()
-                    return True
-            if not (self.room.evict_one() or self.room.park_idle(but=sequence)):
-                return False
-
-    def restore(self, sequence: Sequence, mark: Mark) -> None:
-        """Makes a sequence what a mark holds."""
-        self.check_mark(mark)
-        self.memory.checkpoint_restore(sequence.id, mark.checkpoint)
-        sequence.tokens[:] = mark.tokens
-        sequence.computed, sequence.logits = mark.computed, mark.logits
-        sequence.moved, sequence.parked, sequence.given_up = mark.moved, False, False
-        self.prefix.track(sequence)
-
-    def want_logits(self, sequence: Sequence) -> None:
-        """Has a sequence's last token computed once more, where its logits are not known."""
-        if sequence.pending == 0 and sequence.logits is None:
-            last = sequence.tokens[-1]
-            self.truncate(sequence, len(sequence.tokens) - 1)
-            sequence.tokens.append(last)
-            self.prefix.track(sequence)
 
     @property
     def budget(self) -> Budget:
@@ -341,7 +213,7 @@ class Engine:
             self.prefix.enter(sequence, self.scheduler.active)
             return
         if not request.tokens:
-            self.want_logits(sequence)  # a rewind may have dropped them
+            self.places.want_logits(sequence)  # a rewind may have dropped them
         sequence.tokens.extend(request.tokens)
         sequence.cached = sequence.computed
         self.prefix.track(sequence)
@@ -371,7 +243,7 @@ class Engine:
             return out
         finally:
             self.close(sequence)
-            self.pay_for_compute()
+            self.compute.pay(self.room.evict_one)
 
     def activate(self, sequence: Sequence) -> None:
         """Lets the next steps compute what is pending of a sequence."""

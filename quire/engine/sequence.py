@@ -147,8 +147,8 @@ class Mark:
     """Whether tokens had been taken out of the middle."""
     checkpoint: str
     """What memory calls it, where names are of all sessions."""
-    engine: object
-    """Whose memory holds it."""
+    memory: object
+    """Who holds it."""
 
     @property
     def computed_tokens(self) -> tuple[int, ...]:

@@ -218,7 +218,7 @@ class Follower(Source):
                 part.own.computed += kept[part.own.id]
         self._lease.commit(kept)
         self.cancel()
-        self._engine.pay_for_compute()
+        self._engine.compute.pay(self._engine.room.evict_one)
 
     def cancel(self) -> None:
         """The lease ends; what was not kept is as if it had never been."""

@@ -135,8 +135,8 @@ def test_too_little_memory_for_all(
     with quire.load(folder, swap_space=swap) as llm:
         monkeypatch.setattr(llm.engine.room, "_seconds_per_token", lambda: 1e6)
         needed = _one_sequence(llm)
-        llm.engine._trim_compute()  # only pages are to compete for what is left
-        monkeypatch.setattr(llm.engine, "pay_for_compute", lambda: None)
+        llm.engine.compute.trim()  # only pages are to compete for what is left
+        monkeypatch.setattr(llm.engine.compute, "pay", lambda _: None)
         llm.budget.reserve(llm.budget.free - needed * 5 // 2, "taken by the test")
         got = llm.generate(PROMPTS, max_tokens=30, ignore_eos=True)
         assert [c.token_ids for c in got] == [c.token_ids for c in together]
