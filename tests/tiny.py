@@ -41,6 +41,10 @@ class Tiny:
     experts: int = 0
     used: int = 0
     normalize: bool = True
+    window: int = 0
+    """Tokens that layers with a window see, themselves included; 0 for no windows."""
+    sliding: tuple[bool, ...] = ()
+    """Which layers have the window, if not all."""
 
     @property
     def qk_norm(self) -> bool:
@@ -140,6 +144,11 @@ def metadata(t: Tiny) -> dict[str, Any]:
         out[f"{t.arch}.expert_feed_forward_length"] = t.ffn
         if not t.normalize:
             out[f"{t.arch}.expert_weights_norm"] = False
+    if t.window:
+        out[f"{t.arch}.attention.sliding_window"] = t.window
+    if t.sliding:
+        flags = Typed(ValueType.BOOL, list(t.sliding))
+        out[f"{t.arch}.attention.sliding_window_pattern"] = flags
     if t.scaling != "none":
         out[f"{t.arch}.rope.scaling.type"] = t.scaling
         out[f"{t.arch}.rope.scaling.factor"] = 4.0
@@ -173,10 +182,12 @@ def forward(t: Tiny, w: dict[str, NDArray[np.float32]], ids: list[int]) -> Float
 
     n = len(ids)
     cos, sin = _angles(t, w, n)
-    mask = np.triu(np.full((n, n), -np.inf), 1)
+    everything = np.triu(np.full((n, n), -np.inf), 1)
+    windowed = everything + np.tril(np.full((n, n), -np.inf), -t.window)
+    sliding = t.sliding or (bool(t.window),) * t.layers
     x = weight("token_embd.weight")[ids]
     for i in range(t.layers):
-        at = f"blk.{i}."
+        at, mask = f"blk.{i}.", windowed if sliding[i] else everything
         h = norm(x, at + "attn_norm.weight")
         q, k, v = (h @ weight(f"{at}attn_{p}.weight").T for p in "qkv")
         if t.arch == "qwen2":
@@ -262,6 +273,8 @@ VARIANTS = {
     "qwen2": Tiny(arch="qwen2", heads=7, kv_heads=1, head_dim=16, seed=6),
     "qwen3": Tiny(arch="qwen3", heads=6, kv_heads=3, head_dim=24, seed=7),
     "qwen3-q8_0": replace(Tiny(arch="qwen3"), quantized=True, tied=False, seed=8),
+    "llama-window": Tiny(window=24, seed=13),
+    "qwen2-windows": Tiny(arch="qwen2", layers=3, window=17, sliding=(True, False, True), seed=14),
     "moe": Tiny(arch="qwen3moe", experts=7, used=3, ffn=40, heads=6, kv_heads=3, seed=9),
     "moe-one": Tiny(arch="qwen3moe", experts=1, used=1, seed=10),
     "moe-all": Tiny(arch="qwen3moe", experts=5, used=5, ffn=17, normalize=False, seed=11),

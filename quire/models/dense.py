@@ -12,15 +12,14 @@ from typing import Any, Protocol
 
 from quire.errors import ModelError
 from quire.memory.build import GroupKernels
-from quire.memory.layout import GroupSpec
 from quire.models.loader import Loader
 from quire.models.page_kernels import attention_kernels
 from quire.models.rope import read_rope
+from quire.models.windows import Windows
 from quire.ops import SILU_MUL, Array, Heads, Matrix, Ops, Rope
 from quire.ops.batch import Batch
 from quire.weights.file import REQUIRED, Required, WeightFile
 
-GROUP = "attention"
 _MOST = 2**20  # no real model has more of anything that is counted here
 
 
@@ -135,8 +134,13 @@ class GatedNetwork:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer's weights; q, k and v are one matrix."""
+    """One layer's weights; q, k and v are one matrix.
 
+    `place` is its number among the layers of its group.
+    """
+
+    group: str
+    place: int
     attn_norm: Array
     qkv: Matrix
     qkv_bias: Array | None
@@ -149,8 +153,8 @@ class DenseModel:
     """A dense decoder on one device."""
 
     def __init__(
-        self, config: DenseConfig, load: Loader, ops: Ops, type_k: str, type_v: str,
-        qkv_bias: bool = False, qk_norm: bool = False,
+        self, config: DenseConfig, windows: Windows, load: Loader, ops: Ops,
+        type_k: str, type_v: str, qkv_bias: bool = False, qk_norm: bool = False,
         network: Callable[[str], Network] | None = None,
     ) -> None:  # fmt: skip
         self.ops = ops
@@ -158,17 +162,13 @@ class DenseModel:
         self.n_layers = config.n_layers
         self.n_vocab = config.n_vocab
         self.n_ctx_train = config.n_ctx_train
-        self.groups = (
-            GroupSpec(
-                GROUP, "attention", tuple(range(config.n_layers)),
-                config.n_kv_heads, config.head_dim, config.head_dim,
-            ),
-        )  # fmt: skip
+        self._windows = windows
+        self.groups = windows.groups(config.n_kv_heads, config.head_dim)
         self._rope = ops.rope(config.rope)
         network = network or (lambda at: GatedNetwork(ops, config, load, at))
         self.embedding = load.matrix(config.width, ("token_embd.weight", config.n_vocab))
         self.layers = [
-            self._layer(f"blk.{i}.", load, type_k, type_v, qkv_bias, qk_norm, network)
+            self._layer(i, load, type_k, type_v, qkv_bias, qk_norm, network)
             for i in range(config.n_layers)
         ]
         self.final_norm = load.vector(("output_norm.weight", config.width))
@@ -177,10 +177,10 @@ class DenseModel:
             self.output = load.matrix(config.width, ("output.weight", config.n_vocab))
 
     def _layer(
-        self, at: str, load: Loader, type_k: str, type_v: str, qkv_bias: bool, qk_norm: bool,
+        self, i: int, load: Loader, type_k: str, type_v: str, qkv_bias: bool, qk_norm: bool,
         network: Callable[[str], Network],
     ) -> Layer:  # fmt: skip
-        c = self.config
+        c, at, windows = self.config, f"blk.{i}.", self._windows
         q, kv = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
         qkv = [("attn_q", q), ("attn_k", kv), ("attn_v", kv)]
 
@@ -189,8 +189,13 @@ class DenseModel:
 
         q_norm = norm("attn_q_norm", c.head_dim) if qk_norm else None
         k_norm = norm("attn_k_norm", c.head_dim) if qk_norm else None
-        shape = Heads(c.n_heads, c.n_kv_heads, c.head_dim, c.head_dim, c.head_dim**-0.5)
+        scale = c.head_dim**-0.5
+        shape = Heads(
+            c.n_heads, c.n_kv_heads, c.head_dim, c.head_dim, scale, windows.of(i)
+        )  # fmt: skip
         return Layer(
+            group=windows.group(i),
+            place=windows.place(i),
             attn_norm=norm("attn_norm", c.width),
             qkv=load.matrix(c.width, *((f"{at}{n}.weight", rows) for n, rows in qkv)),
             qkv_bias=load.vector(*((f"{at}{n}.bias", rows) for n, rows in qkv))
@@ -204,7 +209,7 @@ class DenseModel:
     @property
     def kernels(self) -> dict[str, GroupKernels]:
         """What the device can do with pages, by group."""
-        return {GROUP: attention_kernels(self.ops, self.layers[0].heads, self._rope)}
+        return {x.group: attention_kernels(self.ops, x.heads, self._rope) for x in self.layers}
 
     @property
     def weight_bytes(self) -> int:
@@ -220,9 +225,10 @@ class DenseModel:
     def run(self, x: Array, batch: Batch, start: int, stop: int) -> None:
         """Layers start … stop-1, in place on x."""
         ops, eps = self.ops, self.config.eps
-        memory = batch.groups[GROUP]
         rope = ops.rope_table(self._rope, batch.positions)
-        for layer, (k, v) in zip(self.layers[start:stop], memory.offsets[start:stop], strict=True):
+        for layer in self.layers[start:stop]:
+            memory = batch.groups[layer.group]
+            k, v = memory.offsets[layer.place]
             qkv = ops.linear(x, layer.qkv, layer.attn_norm, eps, 0, layer.qkv_bias)
             heads = ops.attention(qkv, layer.heads, memory.pages, rope, k, v)
             ops.linear(heads, layer.out, into=x)

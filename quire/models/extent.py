@@ -18,6 +18,8 @@ from quire.errors import RequestError
 from quire.weights.file import WeightFile
 from quire.weights.gguf_format import Value
 
+_MOST_BLOCKS = 4096
+
 
 @dataclass(frozen=True)
 class Extent:
@@ -31,12 +33,19 @@ class Extent:
     def of(cls, file: WeightFile) -> Extent:
         """What a file says; layers that guess tokens ahead (nextn) do not count."""
         arch = file.get_str("general.architecture")
-        blocks = file.get_int(f"{arch}.block_count", minimum=1)
+        blocks = file.get_int(f"{arch}.block_count", minimum=1, maximum=_MOST_BLOCKS)
         ahead = file.get_int(f"{arch}.nextn_predict_layers", default=0, minimum=0)
         return cls(
             blocks - min(ahead, blocks - 1),
             file.get_int(f"{arch}.expert_used_count", default=0, minimum=0),
         )
+
+
+def blocks_ahead(file: WeightFile) -> tuple[str, ...]:
+    """How the names of tensors begin that belong to blocks which guess tokens ahead."""
+    arch = file.get_str("general.architecture")
+    blocks = file.get_int(f"{arch}.block_count", default=0, maximum=_MOST_BLOCKS)
+    return tuple(f"blk.{i}." for i in range(Extent.of(file).layers, blocks)) if blocks else ()
 
 
 def limited(file: WeightFile, n_layer_exit: int | None, moe_n_expert: int | None) -> WeightFile:

@@ -12,20 +12,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.errors import ModelError
 from quire.memory.build import GroupKernels
-from quire.memory.layout import GroupSpec
 from quire.models import hf
 from quire.models.dense import DenseConfig
 from quire.models.loader import Loader
 from quire.models.page_kernels import attention_kernels
 from quire.models.rope import frequencies
+from quire.models.windows import FULL, WINDOW, Windows, all_but_every, layer_types
 from quire.ops import GELU_MUL, Array, Heads, Matrix, Ops, Rope
 from quire.ops.batch import Batch
 from quire.weights.file import WeightFile
 from quire.weights.naming import ADD_ONE, HFConfig, Naming
 
-FULL, WINDOW = "attention", "window"
 _PERIOD = 6
 _LOCAL_BASE = 10000.0
 _WIDTH_27B = 5376
@@ -68,35 +66,22 @@ class Gemma3Model:
         self._types = type_k, type_v
         self._scale = _attention_scale(file, c)
         self._cap = file.get_float("gemma3.final_logit_softcapping", default=0.0, minimum=0.0)
-        self._window = file.get_int("gemma3.attention.sliding_window", minimum=1)
-        sliding = _sliding(file, c.n_layers)
-        self.groups = self._groups(sliding)
+        self._softcap = file.get_float("gemma3.attn_logit_softcapping", default=0.0, minimum=0.0)
+        self._windows = Windows.read(file, "gemma3", c.n_layers, _PERIOD, required=True)
+        self.groups = self._windows.groups(c.n_kv_heads, c.head_dim)
         local_base = file.get_float("gemma3.rope.freq_base_swa", default=_LOCAL_BASE, minimum=1e-3)
         self._ropes = {
             FULL: ops.rope(c.rope),
             WINDOW: ops.rope(Rope(c.head_dim, frequencies(local_base, c.head_dim), neox=True)),
         }
         self.embedding = load.matrix(c.width, ("token_embd.weight", c.n_vocab))
-        self.layers = [
-            self._layer(load, i, int((sliding[:i] == sliding[i]).sum()), bool(sliding[i]))
-            for i in range(c.n_layers)
-        ]
+        self.layers = [self._layer(load, i) for i in range(c.n_layers)]
         self.final_norm = load.vector(("output_norm.weight", c.width))
         self.output = self.embedding
         if load.has("output.weight"):
             self.output = load.matrix(c.width, ("output.weight", c.n_vocab))
 
-    def _groups(self, sliding: NDArray[np.bool_]) -> tuple[GroupSpec, ...]:
-        kv = self.config.n_kv_heads, self.config.head_dim, self.config.head_dim
-        full, window = (tuple(np.flatnonzero(sliding == kind).tolist()) for kind in (False, True))
-        groups = []
-        if full:
-            groups.append(GroupSpec(FULL, "attention", full, *kv))
-        if window:
-            groups.append(GroupSpec(WINDOW, "window", window, *kv, window=self._window))
-        return tuple(groups)
-
-    def _layer(self, load: Loader, i: int, place: int, sliding: bool) -> Layer:
+    def _layer(self, load: Loader, i: int) -> Layer:
         c, at = self.config, f"blk.{i}."
         q, kv = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
 
@@ -108,12 +93,12 @@ class Gemma3Model:
 
         shape = Heads(
             c.n_heads, c.n_kv_heads, c.head_dim, c.head_dim, self._scale,
-            window=self._window if sliding else 0,
+            self._windows.of(i), self._softcap,
         )  # fmt: skip
         q_norm, k_norm = norm("attn_q_norm", c.head_dim), norm("attn_k_norm", c.head_dim)
         return Layer(
-            group=WINDOW if sliding else FULL,
-            place=place,
+            group=self._windows.group(i),
+            place=self._windows.place(i),
             attn_norm=norm("attn_norm"),
             qkv=matrix(c.width, ("attn_q", q), ("attn_k", kv), ("attn_v", kv)),
             heads=self.ops.heads(shape, *self._types, q_norm, k_norm, c.eps),
@@ -179,41 +164,22 @@ def _attention_scale(file: WeightFile, c: DenseConfig) -> float:
     return file.get_float("gemma3.attention.scale", default=over**-0.5, minimum=0.0)
 
 
-def _sliding(file: WeightFile, n_layers: int) -> NDArray[np.bool_]:
-    """Which layers have a window: by a flag for each, or all but every sixth."""
-    pattern = file.get_array("gemma3.attention.sliding_window_pattern", default=None)
-    if pattern is None:
-        return _every(_PERIOD, n_layers)
-    if len(pattern) != n_layers:
-        raise ModelError(
-            f"{file.path}: gemma3.attention.sliding_window_pattern has {len(pattern)} entries, "
-            f"there are {n_layers} layers"
-        )
-    return np.asarray(pattern, np.bool_)
-
-
-def _every(period: int, n_layers: int) -> NDArray[np.bool_]:
-    """A window in all layers but the last of each period."""
-    return np.array([i % period != 0 for i in range(1, n_layers + 1)])
-
-
 def from_hf(config: HFConfig) -> Naming:
     """How a folder is seen as a GGUF file."""
     config.expect("hidden_activation", "gelu_pytorch_tanh", default="gelu_pytorch_tanh")
-    config.expect("attn_logit_softcapping", None)
     config.expect("use_bidirectional_attention", False, default=False)
     dims = hf.head_dim(config)
     facts = hf.metadata(config, "gemma3")
     facts["gemma3.attention.sliding_window"] = config.whole("sliding_window")
     scalar = config.number("query_pre_attn_scalar", default=256.0, least=1e-6)
-    if scalar != dims:
-        facts["gemma3.attention.scale"] = scalar**-0.5
-    if "final_logit_softcapping" in config:
-        facts["gemma3.final_logit_softcapping"] = config.number("final_logit_softcapping")
+    facts["gemma3.attention.scale"] = scalar**-0.5
+    for key in ("final_logit_softcapping", "attn_logit_softcapping"):
+        if key in config:
+            facts[f"gemma3.{key}"] = config.number(key)
     period = config.whole("sliding_window_pattern", default=_PERIOD)
     n_layers = hf.layers(config)
-    sliding = _layer_types(config, _every(period, n_layers))
-    if not np.array_equal(sliding, _every(_PERIOD, n_layers)):
+    sliding = layer_types(config, all_but_every(period, n_layers))
+    if not np.array_equal(sliding, all_but_every(_PERIOD, n_layers)):
         facts["gemma3.attention.sliding_window_pattern"] = sliding
     keys, made, local_base = _rope(config, dims)
     if local_base != _LOCAL_BASE:
@@ -222,16 +188,6 @@ def from_hf(config: HFConfig) -> Naming:
     changes = {name: ADD_ONE for name in ("output_norm.weight", *_TENSORS) if "norm" in name}
     tensors = hf.tensors(config, _TENSORS, changes, tied)
     return Naming(facts | keys, tensors, made, hf.not_needed(tied))
-
-
-def _layer_types(config: HFConfig, default: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Which layers have a window, where the folder says it for each."""
-    if "layer_types" not in config:
-        return default
-    types = config.strings("layer_types")
-    if len(types) != len(default) or set(types) - {"sliding_attention", "full_attention"}:
-        config.refuse("layer_types", "each layer must be sliding_attention or full_attention")
-    return np.array([kind == "sliding_attention" for kind in types])
 
 
 def _rope(

@@ -7,6 +7,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.models.windows import MAX_WINDOW, Windows, layer_types
 from quire.weights.file import REQUIRED, Required
 from quire.weights.gguf_format import Value
 from quire.weights.naming import Change, HFConfig, Naming, Source, one, stack
@@ -14,6 +15,7 @@ from quire.weights.naming import Change, HFConfig, Naming, Source, one, stack
 MAX_LAYERS = 4096
 MAX_EXPERTS = 65536  # of all layers: each gets names, before it is known whether it is there
 MAX_HEAD_DIM = 8192
+_WINDOW = 4096  # of Mistral and Qwen, where a folder does not mention it
 
 
 def layers(config: HFConfig) -> int:
@@ -98,24 +100,36 @@ def _llama3_factors(section: HFConfig, base: float, n_rot: int) -> NDArray[np.fl
 
 def decoder(
     config: HFConfig, arch: str, layer: dict[str, str], changes: dict[str, Change] | None = None,
-    rotated: float = 1.0,
+    rotated: float = 1.0, windows: Windows | None = None,
 ) -> Naming:  # fmt: skip
     """A plain decoder; `layer` maps GGUF's names within a layer to the folder's.
 
     `rotated` is the share of a head that is rotated if the folder does not say.
-
-    One with a window, in all layers or some, is run without it and gets a context no longer than
-    the window: up to there both are the same.
     """
     config.expect("hidden_act", "silu", default="silu")
     facts = metadata(config, arch)
-    if config.flag("use_sliding_window", default=arch == "llama") and "sliding_window" in config:
-        context = f"{arch}.context_length"
-        window = config.whole("sliding_window")
-        facts[context] = min(config.whole("max_position_embeddings"), window)
+    if windows is None:
+        config.expect("use_sliding_window", False, default=False)
+    elif windows.sliding.any():
+        facts[f"{arch}.attention.sliding_window"] = windows.size
+        facts[f"{arch}.attention.sliding_window_pattern"] = windows.sliding
     keys, made = rope_of(config, arch, 10000.0, rotated)
     tied = config.flag("tie_word_embeddings", default=False)
     return Naming(facts | keys, tensors(config, layer, changes, tied), made, not_needed(tied))
+
+
+def windows_in(config: HFConfig, sliding: NDArray[np.bool_]) -> Windows:
+    """These layers with the window that a folder has; it has none if its size is null."""
+    if config.values.get("sliding_window", _WINDOW) is None:
+        return Windows(0, np.zeros_like(sliding))
+    return Windows(config.whole("sliding_window", default=_WINDOW, maximum=MAX_WINDOW), sliding)
+
+
+def qwen_windows(config: HFConfig) -> Windows:
+    """Windows of Qwen2 and Qwen3: in the last layers, if they are switched on at all."""
+    first = config.whole("max_window_layers", default=28, minimum=0)
+    sliding = layer_types(config, np.arange(layers(config)) >= first)
+    return windows_in(config, sliding & config.flag("use_sliding_window", default=False))
 
 
 def tensors(

@@ -10,8 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import ModelError
+from quire.models.extent import blocks_ahead
 from quire.ops import Array, Matrix, Ops, Part
 from quire.weights.file import TensorFacts, WeightFile
+from quire.weights.gguf_format import quote
 from quire.weights.quant import GGMLType, dequantize, quantize_q4_0, quantize_q8_0
 
 ProgressFn = Callable[[int, int], None]
@@ -28,6 +30,8 @@ _WRITERS: Final = {GGMLType.Q8_0: quantize_q8_0, GGMLType.Q4_0: quantize_q4_0}
 # With four bits these lose most, and llama.cpp's tools spare them as well.
 _SPARED: Final = ("token_embd.weight", "output.weight")
 _CHUNK: Final = 1 << 22
+# Read elsewhere, known from the settings, or of use only to kernels that round activations so.
+_UNUSED: Final = ("rope_freqs.weight", ".attn_rot_embd.weight", ".input_scale")
 
 
 class Loader(Protocol):
@@ -58,6 +62,7 @@ class TensorCheck:
     def __init__(self, file: WeightFile) -> None:
         self._file = file
         self._faults: list[str] = []
+        self._asked: set[str] = set()
         self.nbytes = 0
 
     def has(self, name: str) -> bool:
@@ -69,7 +74,7 @@ class TensorCheck:
         for name, rows, *_ in parts:
             tensor = self._file.tensors.get(name)
             if tensor is not None and tensor.shape and _flat(tensor) == (rows, cols):
-                self.nbytes += tensor.nbytes
+                self._note(name, tensor)
             else:
                 self._check(name, (rows, cols))
 
@@ -99,16 +104,37 @@ class TensorCheck:
         elif tensor.shape != shape:
             self._faults.append(f"{name}: is {list(tensor.shape)}, should be {list(shape)}")
         else:
-            self.nbytes += tensor.nbytes
+            self._note(name, tensor)
             return True
         return False
+
+    def _note(self, name: str, tensor: TensorFacts) -> None:
+        self._asked.add(name)
+        self.nbytes += tensor.nbytes  # once for each matrix that takes rows of it
 
     def raise_faults(self) -> None:
         """One error that lists every fault."""
         if self._faults:
             faults = "\n  ".join(self._faults)
-            count = len(self._faults)
-            raise ModelError(f"{self._file.path}: {count} tensors are not as needed:\n  {faults}")
+            count = _counted(len(self._faults), "is", "are")
+            raise ModelError(f"{self._file.path}: {count} not as needed:\n  {faults}")
+
+    def refuse_rest(self) -> None:
+        """Tensors that nobody asked for would change what is computed, so they are refused."""
+        arch, ahead = self._file.get_str("general.architecture"), blocks_ahead(self._file)
+        rest = [name for name in self._file.tensors if name not in self._asked]
+        left = [n for n in rest if not n.endswith(_UNUSED) and not n.startswith(ahead)]
+        if left:
+            named = ", ".join(quote(name) for name in left[:8])
+            more = f" and {len(left) - 8} more" if len(left) > 8 else ""
+            count = _counted(len(left), "has", "have")
+            raise ModelError(
+                f"{self._file.path}: {count} no place in Quire's {arch}: {named}{more}"
+            )
+
+
+def _counted(n: int, one: str, several: str) -> str:
+    return f"1 tensor {one}" if n == 1 else f"{n} tensors {several}"
 
 
 class TensorLoader:
@@ -195,9 +221,11 @@ def loaded_type(name: str, tensor: TensorFacts, quantize: str | None) -> GGMLTyp
 
 def loaded_bytes(file: WeightFile, quantize: str | None) -> int:
     """About how much the weights of a file will take in memory."""
+    ahead = blocks_ahead(file)
     return sum(
         loaded_type(name, tensor, quantize).nbytes(tensor.shape) if tensor.shape else tensor.nbytes
         for name, tensor in file.tensors.items()
+        if not name.startswith(ahead)
     )
 
 

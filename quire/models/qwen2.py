@@ -5,6 +5,7 @@ from __future__ import annotations
 from quire.models import hf
 from quire.models.dense import DenseConfig, DenseModel
 from quire.models.loader import Loader
+from quire.models.windows import Windows
 from quire.ops import Ops
 from quire.weights.file import WeightFile
 from quire.weights.naming import HFConfig, Naming
@@ -13,9 +14,11 @@ from quire.weights.naming import HFConfig, Naming
 def build(file: WeightFile, load: Loader, ops: Ops, type_k: str, type_v: str) -> DenseModel:
     """The model, its tensors taken through `load`."""
     config = DenseConfig.read(file, "qwen2", neox=True)
-    return DenseModel(config, load, ops, type_k, type_v, qkv_bias=True)
+    windows = Windows.read(file, "qwen2", config.n_layers)
+    return DenseModel(config, windows, load, ops, type_k, type_v, qkv_bias=True)
 
 
 def from_hf(config: HFConfig) -> Naming:
     """How a folder is seen as a GGUF file."""
-    return hf.decoder(config, "qwen2", hf.ATTENTION | hf.QKV_BIAS | hf.FEED_FORWARD)
+    tensors = hf.ATTENTION | hf.QKV_BIAS | hf.FEED_FORWARD
+    return hf.decoder(config, "qwen2", tensors, windows=hf.qwen_windows(config))

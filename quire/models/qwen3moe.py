@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from quire.models import hf
 from quire.models.dense import DenseConfig, DenseModel
 from quire.models.experts import ExpertNetwork, ExpertsConfig
 from quire.models.loader import Loader
+from quire.models.windows import Windows
 from quire.ops import Ops
 from quire.weights.file import WeightFile
 from quire.weights.gguf_format import Value
@@ -22,7 +25,8 @@ def build(file: WeightFile, load: Loader, ops: Ops, type_k: str, type_v: str) ->
     def network(at: str) -> ExpertNetwork:
         return ExpertNetwork(ops, experts, load, at, c.width, c.ffn_width, c.eps)
 
-    return DenseModel(c, load, ops, type_k, type_v, qk_norm=True, network=network)
+    windows = Windows.read(file, "qwen3moe", c.n_layers)
+    return DenseModel(c, windows, load, ops, type_k, type_v, qk_norm=True, network=network)
 
 
 _ROUTER = {
@@ -46,5 +50,9 @@ def from_hf(config: HFConfig) -> Naming:
         "qwen3moe.expert_weights_norm": config.flag("norm_topk_prob", default=False),
     }
     stacks = hf.expert_stacks(config, count)
-    plain = hf.decoder(config, "qwen3moe", hf.ATTENTION | hf.QK_NORM | _ROUTER)
+    sliding = np.full(hf.layers(config), config.flag("use_sliding_window", default=False))
+    plain = hf.decoder(
+        config, "qwen3moe", hf.ATTENTION | hf.QK_NORM | _ROUTER,
+        windows=hf.windows_in(config, sliding),
+    )  # fmt: skip
     return replace(plain, metadata=plain.metadata | facts, tensors=plain.tensors | stacks)

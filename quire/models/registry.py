@@ -99,9 +99,7 @@ def load_model(
     quantize: str | None = None,
 ) -> Model:  # fmt: skip
     """Builds twice: first to check every tensor, so that all faults are told at once."""
-    check = TensorCheck(file)
-    _build(file, check, ops, type_k, type_v)
-    check.raise_faults()
+    check, _ = _checked(file, ops, type_k, type_v)
     load = TensorLoader(file, ops, check.nbytes, progress, quantize)
     return _build(file, load, ops, type_k, type_v)
 
@@ -110,10 +108,16 @@ def declared_groups(
     file: WeightFile, ops: Ops, type_k: str, type_v: str
 ) -> tuple[GroupSpec | RecurrentSpec, ...]:
     """The groups of memory that a file's model declares, without loading its weights."""
+    return _checked(file, ops, type_k, type_v)[1].groups
+
+
+def _checked(file: WeightFile, ops: Ops, type_k: str, type_v: str) -> tuple[TensorCheck, Model]:
+    """A model without its weights, every tensor of the file held against what it needs."""
     check = TensorCheck(file)
-    groups = _build(file, check, ops, type_k, type_v).groups
+    model = _build(file, check, ops, type_k, type_v)
     check.raise_faults()
-    return groups
+    check.refuse_rest()
+    return check, model
 
 
 def _build(file: WeightFile, load: Loader, ops: Ops, type_k: str, type_v: str) -> Model:

@@ -39,6 +39,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-untied": ("Llama", {**SIZES, "tie_word_embeddings": False, "num_key_value_heads": 3}),
     "llama-3": ("Llama", {**SIZES, "rope_parameters": LLAMA3, "tie_word_embeddings": True}),
     "mistral": ("Mistral", {**SIZES, "sliding_window": None}),
+    "mistral-window": ("Mistral", {**SIZES, "sliding_window": 24}),
+    "qwen2-windows": ("Qwen2", {**{k: v for k, v in SIZES.items() if k != "head_dim"},
+                                "use_sliding_window": True, "sliding_window": 24,
+                                "max_window_layers": 2}),
+    "qwen3-windows": ("Qwen3", {**SIZES, "use_sliding_window": True, "sliding_window": 17,
+                                "max_window_layers": 1}),
     "qwen2": ("Qwen2", {**{k: v for k, v in SIZES.items() if k != "head_dim"}}),
     "qwen3": ("Qwen3", {**SIZES, "head_dim": 34, "num_attention_heads": 6,
                         "num_key_value_heads": 2}),
@@ -93,10 +99,3 @@ def test_chunks_change_no_bit(case, chunk: int) -> None:
             for at in range(0, len(IDS), chunk):
                 s.append(IDS[at : at + chunk])
                 assert np.array_equal(s.logits(), whole[min(at + chunk, len(IDS)) - 1])
-
-
-def test_a_window_is_a_shorter_context(tmp_path: Path) -> None:
-    """Models that would slide a window over full layers are run up to where it would slide."""
-    oracle.save_random(tmp_path / "m", "Mistral", **SIZES, sliding_window=24)
-    with quire.load(tmp_path / "m") as llm:
-        assert llm.n_ctx == 24

@@ -320,7 +320,7 @@ def test_bad_settings_are_named(tmp_path: Path, key: str, value: object) -> None
     [
         ("query_pre_attn_scalar", 0), ("query_pre_attn_scalar", -4), ("sliding_window", 0),
         ("sliding_window", None), ("layer_types", ["full_attention"] * 2), ("layer_types", ["odd"]),
-        ("attn_logit_softcapping", 50.0), ("use_bidirectional_attention", True),
+        ("attn_logit_softcapping", "50"), ("use_bidirectional_attention", True),
         ("hidden_activation", "silu"), ("rope_parameters", {"full_attention": 3}),
     ],
 )  # fmt: skip
