@@ -12,6 +12,9 @@ from quire.errors import RequestError
 
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _UNITS |= {"ki": 1024, "mi": 1024**2, "gi": 1024**3, "ti": 1024**4}
+KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
+"""How K and V can be stored."""
+_MOST_THREADS = 1024
 _MARGIN = 512 * 1024**2
 
 
@@ -40,8 +43,14 @@ class LoadConfig:
     def __post_init__(self) -> None:
         for name in ("n_ctx", "threads", "kv_cache_tokens", "moe_n_expert", "n_layer_exit"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
+            if value is not None and (type(value) is not int or value < 1):
                 raise RequestError(f"{name} must be a whole number above 0, not {value!r}")
+        if self.threads is not None and self.threads > _MOST_THREADS:
+            raise RequestError(f"threads must be at most {_MOST_THREADS}, not {self.threads}")
+        for name in ("type_k", "type_v"):
+            value = getattr(self, name)
+            if value not in KV_TYPES:
+                raise RequestError(f"{name} must be one of {', '.join(KV_TYPES)}, not {value!r}")
         if self.device not in ("auto", "cpu"):
             raise RequestError(f"device {self.device!r} is not there; this build runs on 'cpu'")
         if self.n_gpu_layers not in ("auto", 0):
@@ -50,8 +59,9 @@ class LoadConfig:
             raise RequestError(f"activations must be 'int8' or 'f32', not {self.activations!r}")
         if self.quantize not in (None, "q8_0", "q4_0"):
             raise RequestError(f"quantize must be 'q8_0', 'q4_0' or None, not {self.quantize!r}")
-        if self.page_tokens < 16 or self.page_tokens % 16:
-            raise RequestError(f"page_tokens must be a multiple of 16, not {self.page_tokens}")
+        size = self.page_tokens
+        if type(size) is not int or size < 16 or size % 16:
+            raise RequestError(f"page_tokens must be a multiple of 16, not {size!r}")
 
     def budget_bytes(self) -> int:
         """The byte budget: what was asked for, or what is free less a margin."""

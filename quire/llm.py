@@ -29,7 +29,8 @@ from quire.memory.prefix import PrefixIndex
 from quire.memory.tiers import DiskTier, Tiers
 from quire.models.extent import Extent, limited
 from quire.models.loader import ProgressFn, loaded_bytes
-from quire.models.registry import architecture_of, load_model, open_weights
+from quire.models.registry import architecture_of, declared_groups, load_model, open_weights
+from quire.models.settings import check_settings
 from quire.ops.cpu import CpuOps
 from quire.report import MemoryReport
 from quire.session import Session
@@ -68,6 +69,7 @@ class LLM:
             self.tokenizer = _tokenizer(file)
             seen = limited(file, settings.n_layer_exit, settings.moe_n_expert)
             self.extent = Extent.of(seen)
+            check_settings(path, declared_groups(seen, self.ops), settings)
             expected = loaded_bytes(seen, settings.quantize)
             self.budget.reserve(expected, "weights")  # too much is refused before it is loaded
             self.model = load_model(

@@ -55,7 +55,7 @@ def _memory(file: WeightFile, ops: CpuOps) -> dict[str, dict[str, Any]] | str:
     """What a sequence takes in each group, by the layouts that memory is made with."""
     settings = config.LoadConfig()
     try:
-        groups = declared_groups(file, ops, settings.type_k, settings.type_v)
+        groups = declared_groups(file, ops)
     except QuireError as error:  # what else the file holds is still worth telling
         return f"cannot be told: {str(error).splitlines()[0]}"
     return {group.name: _group(group, settings) for group in groups}

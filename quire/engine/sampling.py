@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.engine.sequence import Generation
-from quire.ops import Array, Ops
+from quire.errors import ModelError, QuireError, RequestError
+from quire.ops import Array, Ops, Refused
 from quire.types import Sampling, TokenLogprob
 
 
@@ -27,8 +28,33 @@ def make_sampler(ops: Ops, sampling: Sampling) -> Any:
 def sample(
     ops: Ops, logits: Array, rows: Seq[tuple[int, Generation, int]],
     masks: NDArray[np.uint32] | None = None,
+) -> list[int | QuireError]:  # fmt: skip
+    """A token for each (row of the logits, generation, how far ahead of its next token).
+
+    Where a row has none to give, the error says why; it is for that generation alone.
+    """
+    try:
+        return [*_sample(ops, logits, rows, masks)]
+    except Refused as error:
+        if len(rows) == 1:
+            return [_no_token(ops, logits, rows[0][0], error)]
+        alone = [None if masks is None else masks[i : i + 1] for i in range(len(rows))]
+        return [sample(ops, logits, [row], alone[i])[0] for i, row in enumerate(rows)]
+
+
+def _no_token(ops: Ops, logits: Array, row: int, error: Refused) -> QuireError:
+    if np.isnan(ops.numpy(logits)[row]).any():
+        return ModelError(
+            "the model's logits are not numbers (NaN): its weights are damaged, or too large for "
+            "what it computes with them"
+        )
+    return RequestError(str(error))
+
+
+def _sample(
+    ops: Ops, logits: Array, rows: Seq[tuple[int, Generation, int]],
+    masks: NDArray[np.uint32] | None,
 ) -> list[int]:  # fmt: skip
-    """A token for each (row of the logits, generation, how far ahead of its next token)."""
     picked = ops.sample(
         logits,
         np.array([row for row, _, _ in rows], np.int32),

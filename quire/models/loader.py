@@ -9,7 +9,7 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.errors import ModelError
+from quire.errors import ModelError, RequestError
 from quire.models.extent import blocks_ahead
 from quire.ops import Array, Matrix, Ops, Part
 from quire.weights.file import TensorFacts, WeightFile
@@ -63,6 +63,7 @@ class TensorCheck:
         self._file = file
         self._faults: list[str] = []
         self._asked: set[str] = set()
+        self._matrices: set[str] = set()
         self.nbytes = 0
 
     def has(self, name: str) -> bool:
@@ -77,11 +78,14 @@ class TensorCheck:
                 self._note(name, tensor)
             else:
                 self._check(name, (rows, cols))
+        if not exact:
+            self._matrices.update(name for name, *_ in parts)
 
     def experts(self, count: int, cols: int, *parts: Rows) -> Matrix:
         """Checks each part; there is no matrix yet."""
         for name, rows, *_ in parts:
             self._check(name, (count, rows, cols))
+            self._matrices.add(name)
 
     def vector(self, *parts: Rows) -> Array:
         """Checks each part; there is no array yet."""
@@ -130,6 +134,15 @@ class TensorCheck:
             count = _counted(len(left), "has", "have")
             raise ModelError(
                 f"{self._file.path}: {count} no place in Quire's {arch}: {named}{more}"
+            )
+
+    def refuse_idle(self, quantize: str | None) -> None:
+        """A setting that would turn no matrix into blocks is refused."""
+        tensors = {name: self._file.tensors[name] for name in self._matrices}
+        if quantize and all(loaded_type(n, t, quantize) == t.type for n, t in tensors.items()):
+            raise RequestError(
+                f"quantize is {quantize}, but {self._file.path} has no matrix of 16 or 32 bits "
+                "that it could turn into such blocks; leave it out"
             )
 
 

@@ -255,7 +255,8 @@ def _limits(config: HFConfig) -> dict[str, Value]:
     found = config.values.get("time_step_limit") or [0.0, math.inf]
     infinite = (math.inf, "Infinity", {"__float__": "Infinity"})
     limits = [math.inf if x in infinite else x for x in found] if isinstance(found, list) else []
-    if [type(x) in (int, float) for x in limits] != [True, True] or not 0 <= limits[0] < limits[1]:
+    known = [type(x) is float or (type(x) is int and x < _MOST) for x in limits]
+    if known != [True, True] or not 0 <= limits[0] < limits[1]:
         config.refuse("time_step_limit", "must be two numbers from 0 on, the smaller one first")
     low, high = map(float, limits)
     facts = {"mamba2.ssm.time_step_min": low, "mamba2.ssm.time_step_max": high}

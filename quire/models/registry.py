@@ -11,7 +11,7 @@ from quire.memory.build import GroupKernels
 from quire.memory.layout import GroupSpec
 from quire.memory.state_layout import RecurrentSpec
 from quire.models.loader import Loader, ProgressFn, TensorCheck, TensorLoader
-from quire.ops import Array, Ops
+from quire.ops import Array, Ops, Refused
 from quire.ops.batch import Batch
 from quire.weights.file import WeightFile
 from quire.weights.gguf import GGUF
@@ -99,22 +99,24 @@ def load_model(
     quantize: str | None = None,
 ) -> Model:  # fmt: skip
     """Builds twice: first to check every tensor, so that all faults are told at once."""
-    check, _ = _checked(file, ops, type_k, type_v)
+    check, _ = _checked(file, ops)
+    check.refuse_idle(quantize)
     load = TensorLoader(file, ops, check.nbytes, progress, quantize)
     return _build(file, load, ops, type_k, type_v)
 
 
-def declared_groups(
-    file: WeightFile, ops: Ops, type_k: str, type_v: str
-) -> tuple[GroupSpec | RecurrentSpec, ...]:
+def declared_groups(file: WeightFile, ops: Ops) -> tuple[GroupSpec | RecurrentSpec, ...]:
     """The groups of memory that a file's model declares, without loading its weights."""
-    return _checked(file, ops, type_k, type_v)[1].groups
+    return _checked(file, ops)[1].groups
 
 
-def _checked(file: WeightFile, ops: Ops, type_k: str, type_v: str) -> tuple[TensorCheck, Model]:
-    """A model without its weights, every tensor of the file held against what it needs."""
+def _checked(file: WeightFile, ops: Ops) -> tuple[TensorCheck, Model]:
+    """A model without its weights, every tensor of the file held against what it needs.
+
+    How K and V are stored makes no difference to that; float32 suits heads of every size.
+    """
     check = TensorCheck(file)
-    model = _build(file, check, ops, type_k, type_v)
+    model = _build(file, check, ops, "f32", "f32")
     check.raise_faults()
     check.refuse_rest()
     return check, model
@@ -123,7 +125,7 @@ def _checked(file: WeightFile, ops: Ops, type_k: str, type_v: str) -> tuple[Tens
 def _build(file: WeightFile, load: Loader, ops: Ops, type_k: str, type_v: str) -> Model:
     try:
         return _module(architecture_of(file)).build(file, load, ops, type_k, type_v)
-    except ValueError as error:  # sizes and values that the kernels cannot work with
+    except Refused as error:  # sizes and values that the kernels cannot work with
         raise ModelError(f"{file.path}: {error}") from error
 
 

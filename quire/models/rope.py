@@ -31,6 +31,8 @@ def read_rope(file: WeightFile, arch: str, head_dim: int, neox: bool) -> Rope:
     if kind == "linear":
         return Rope(n_rot, freqs / factor, neox)
     if kind == "yarn":
+        if base <= 1.0:
+            raise ModelError(f"{file.path}: {arch}.rope.freq_base is {base}; yarn needs above 1")
         trained = file.get_int(f"{arch}.rope.scaling.original_context_length", minimum=1)
         attn = file.get_float(f"{arch}.rope.scaling.attn_factor", default=1.0)
         mscale = attn * (1.0 + 0.1 * math.log(factor))

@@ -27,6 +27,11 @@ Recurrent = Any
 Part = tuple[int, int, int, NDArray[np.uint8]]
 """Rows of a matrix as the file has them: ggml type number, rows, cols, bytes."""
 
+
+class Refused(ValueError):
+    """Sizes or values that a device's kernels cannot work with."""
+
+
 SILU_MUL = 1
 """`act` of linear: x is [gate | up] and silu(gate) * up is what is multiplied."""
 GELU_MUL = 2

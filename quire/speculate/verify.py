@@ -41,7 +41,7 @@ class Trial:
     """Ways on that agree with everything chosen so far; the sequence's own comes first."""
     depth: int = 0
     done: bool = False
-    picks: dict[int, int] = field(default_factory=dict)
+    picks: dict[int, int | QuireError] = field(default_factory=dict)
     """Tokens chosen in advance, by row."""
 
     @property
@@ -49,9 +49,12 @@ class Trial:
         """The row that the next token is chosen from."""
         return self.paths[0].row + self.depth
 
-    def take(self, token: int, logits: Array, ops: Ops) -> None:
+    def take(self, token: int | QuireError, logits: Array, ops: Ops) -> None:
         """The next token is chosen; goes on where a draft says the same."""
         one, generation = self.accepted, self.generation
+        if isinstance(token, QuireError):  # this request fails, the others go on
+            one.sequence.error, one.branch, self.done = token, self.paths[0].branch, True
+            return
         one.tokens.append(token)
         if (top := generation.sampling.logprobs) is not None:
             one.logprobs.append(logprob(ops, logits, self.row, token, top))
@@ -130,7 +133,7 @@ def _add_branches(plan: Plan, row: int, trials: list[Trial], logits: Array, ops:
     if guesses:
         found = sample(ops, logits, [(at, t.generation, ahead) for at, t, ahead in guesses])
         for (_, trial, _), token in zip(guesses, found, strict=True):
-            trial.accepted.guesses.append(token)
+            trial.accepted.guesses.append(token if isinstance(token, int) else 0)
 
 
 def _choose_in_advance(trials: list[Trial], logits: Array, ops: Ops) -> None:
@@ -148,7 +151,9 @@ def _choose_in_advance(trials: list[Trial], logits: Array, ops: Ops) -> None:
         trial.picks[row] = token
 
 
-def _next_tokens(trials: list[Trial], logits: Array, ops: Ops) -> Iterator[tuple[Trial, int]]:
+def _next_tokens(
+    trials: list[Trial], logits: Array, ops: Ops
+) -> Iterator[tuple[Trial, int | QuireError]]:
     """The next token of each trial; one whose constraint fails is done."""
     rest = [t for t in trials if t.row not in t.picks]
     yield from ((t, t.picks[t.row]) for t in trials if t.row in t.picks)

@@ -9,6 +9,7 @@ from typing import Any
 from quire.errors import TokenizerError
 from quire.text.bpe import SPACE_MARK, bytes_of_characters
 from quire.text.vocab import END_TEXTS, byte_of
+from quire.weights.folder import read_beside
 
 
 class HFEncoder:
@@ -108,13 +109,16 @@ def _load(folder: Path) -> Any:
             f"{folder}: reading tokenizer.json needs the tokenizers library: "
             "pip install 'quire[hf]'"
         ) from error
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise TokenizerError(f"{folder}: there is no tokenizer.json, which is needed")
+    text = read_beside(folder, "tokenizer.json")
+    if text is None:
+        raise TokenizerError(
+            f"{folder}: there is no tokenizer.json, which is needed; get it from where the model "
+            "is from, or save it with transformers (AutoTokenizer, save_pretrained)"
+        )
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_buffer(text)
     except Exception as error:  # the library raises nothing more precise
-        raise TokenizerError(f"{path}: not a tokenizer: {error}") from error
+        raise TokenizerError(f"{folder / 'tokenizer.json'}: not a tokenizer: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -129,10 +133,11 @@ def _decoder(tokenizer: Any) -> set[str]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
+    text = read_beside(path.parent, path.name)
+    if text is None:
         return {}
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{path}: not JSON: {error}") from error
     if not isinstance(value, dict):
@@ -149,11 +154,12 @@ def _token(value: object) -> str:
 
 def chat_template(folder: Path) -> str | None:
     """How a conversation is written, where the folder says it."""
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8", errors="replace")
+    text = read_beside(folder, "chat_template.jinja")
+    if text is not None:
+        return text.decode(errors="replace")
     template = _read(folder / "tokenizer_config.json").get("chat_template")
     if isinstance(template, list):  # several, by name
-        named = {entry.get("name"): entry.get("template") for entry in template if entry}
-        template = named.get("default")
+        entries = [entry for entry in template if isinstance(entry, dict)]
+        named = [entry.get("template") for entry in entries if entry.get("name") == "default"]
+        template = named[0] if named else None
     return template if isinstance(template, str) else None

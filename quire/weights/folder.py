@@ -23,7 +23,7 @@ from quire.weights.safetensors import Safetensors, StoredTensor, parse_object
 
 _TYPES: Final = {"F32": GGMLType.F32, "F16": GGMLType.F16, "BF16": GGMLType.BF16}
 _ELEMENTS: Final = {"F32": "<f4", "F16": "<u2", "BF16": "<u2"}
-_MOST_JSON: Final = 100_000_000
+_MOST_BYTES: Final = 100_000_000  # of what lies beside the weights
 
 
 @dataclass(frozen=True)
@@ -153,9 +153,8 @@ class Folder(WeightFile):
         if left:
             arch = self.metadata["general.architecture"]
             named = ", ".join(quote(name) for name in left[:8])
-            raise ModelError(
-                f"{self.path}: {len(left)} tensors have no place in Quire's {arch}: {named}"
-            )
+            count = "1 tensor has" if len(left) == 1 else f"{len(left)} tensors have"
+            raise ModelError(f"{self.path}: {count} no place in Quire's {arch}: {named}")
 
 
 def read_config(folder: Path) -> HFConfig:
@@ -207,6 +206,8 @@ def _inside(folder: Path, name: str) -> Path:
     path = folder / name
     try:
         home, real = folder.resolve(), path.resolve()
+    except UnicodeEncodeError as error:
+        raise SafetensorsError(f"{folder}: {quote(name)} cannot be the name of a file") from error
     except (OSError, RuntimeError) as error:  # links that lead to each other
         raise SafetensorsError(f"{path}: cannot be followed: {error}") from error
     blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
@@ -215,14 +216,23 @@ def _inside(folder: Path, name: str) -> Path:
     return path
 
 
-def _read_json(folder: Path, name: str) -> dict[str, Any]:
+def read_beside(folder: Path, name: str) -> bytes | None:
+    """A small file of the folder; None where there is none."""
     path = _inside(folder, name)
     try:
         if not path.is_file():
-            raise SafetensorsError(f"{folder}: there is no {name}; pass a .gguf or a model folder")
-        if path.stat().st_size > _MOST_JSON:
-            raise SafetensorsError(f"{path}: larger than {_MOST_JSON} bytes")
-        text = path.read_bytes()
+            return None
+        if path.stat().st_size > _MOST_BYTES:
+            raise SafetensorsError(f"{path}: larger than {_MOST_BYTES} bytes")
+        return path.read_bytes()
     except OSError as error:
         raise SafetensorsError(f"{path}: cannot be read: {error.strerror}") from error
-    return parse_object(text, str(path))
+
+
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
+    text = read_beside(folder, name)
+    if text is None:
+        found = sorted(p.name for p in folder.iterdir() if p.name.lower().endswith(".gguf"))
+        instead = f"there is {quote(found[0])}: pass its path" if found else "pass a model folder"
+        raise SafetensorsError(f"{folder}: there is no {name}; {instead}, or a .gguf file")
+    return parse_object(text, str(folder / name))

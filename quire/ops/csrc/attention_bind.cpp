@@ -76,7 +76,7 @@ KvType kv_type(const std::string& name) {
     const char* names[] = {"f32", "f16", "bf16", "q8_0", "q4_0"};
     for (int i = 0; i < 5; i++)
         if (name == names[i]) return KvType(i);
-    throw std::invalid_argument("unknown K/V type " + name + " (f32, f16, bf16, q8_0, q4_0)");
+    throw Refused("unknown K/V type " + name + " (f32, f16, bf16, q8_0, q4_0)");
 }
 
 struct AttentionSpec {

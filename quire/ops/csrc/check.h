@@ -6,12 +6,17 @@
 
 namespace quire {
 
+// What the kernels cannot work with; Python sees quire.ops.Refused.
+struct Refused : std::invalid_argument {
+    using std::invalid_argument::invalid_argument;
+};
+
 template <class... Parts>
 void need(bool holds, const Parts&... parts) {
     if (holds) return;
     std::ostringstream message;
     (message << ... << parts);
-    throw std::invalid_argument(message.str());
+    throw Refused(message.str());
 }
 
 }  // namespace quire

@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "bind.h"
+#include "check.h"
 #include "cpu.h"
 
 namespace nb = nanobind;
@@ -86,9 +87,24 @@ static void bind_cpu(nb::module_& m) {
              "x"_a, "rows"_a);
 }
 
+static void bind_refusals() {
+    // Held for good: translators live as long as the process.
+    nb::object refused = nb::module_::import_("quire.ops").attr("Refused");
+    nb::register_exception_translator(
+        [](const std::exception_ptr& thrown, void* kind) {
+            try {
+                std::rethrow_exception(thrown);
+            } catch (const Refused& refused) {
+                PyErr_SetString(static_cast<PyObject*>(kind), refused.what());
+            }
+        },
+        refused.release().ptr());
+}
+
 }  // namespace quire
 
 NB_MODULE(_cpu, m) {
+    quire::bind_refusals();
     quire::bind_cpu(m);
     quire::bind_matrix(m);
     quire::bind_experts(m);
