@@ -10,11 +10,27 @@ from typing import Any
 import click
 
 import quire
+from quire.config import KV_TYPES
 from quire.llm import Speculate
 from quire.speculate import NAMES
 from quire.types import Sampling
 
 _BAR_FROM = 256 * 1024**2  # a smaller file is loaded before a bar could be read
+
+_PAGES = [
+    click.option("--page-tokens", type=int, default=16, show_default=True,
+                 help="Tokens in a page of memory."),
+    click.option("--cache-type-k", default="f16", show_default=True,
+                 type=click.Choice(KV_TYPES)),
+    click.option("--cache-type-v", default="f16", show_default=True,
+                 type=click.Choice(KV_TYPES)),
+]  # fmt: skip
+
+_LESS = [
+    click.option("--moe-n-expert", type=int,
+                 help="Use fewer experts than the model was made with."),
+    click.option("--n-layer-exit", type=int, help="Stop after this many layers."),
+]  # fmt: skip
 
 _MODEL = [
     click.option("-m", "--model", default="smollm2", show_default=True,
@@ -25,19 +41,12 @@ _MODEL = [
     click.option("--kv-cache-tokens", type=int, help="Most tokens that K and V are kept for."),
     click.option("--kv-cache-demand-paged/--no-kv-cache-demand-paged", default=True,
                  help="Take memory for K and V as it is used, or all at the start."),
-    click.option("--page-tokens", type=int, default=16, show_default=True,
-                 help="Tokens in a page of memory."),
-    click.option("--cache-type-k", default="f16", show_default=True,
-                 type=click.Choice(["f32", "f16", "bf16", "q8_0", "q4_0"])),
-    click.option("--cache-type-v", default="f16", show_default=True,
-                 type=click.Choice(["f32", "f16", "bf16", "q8_0", "q4_0"])),
+    *_PAGES,
     click.option("--swa-full", is_flag=True,
                  help="Keep what sliding windows have passed, for rewinds to any place."),
     click.option("--swap-space", default="4GiB", show_default=True,
                  help="Most disk for sequences that make room for others; 0 for none."),
-    click.option("--moe-n-expert", type=int,
-                 help="Use fewer experts than the model was made with."),
-    click.option("--n-layer-exit", type=int, help="Stop after this many layers."),
+    *_LESS,
     click.option("--activations", default="int8", show_default=True,
                  type=click.Choice(["int8", "f32"]), help="f32 is exact and slower."),
     click.option("--quantize", type=click.Choice(["q8_0", "q4_0"]),
@@ -71,6 +80,8 @@ def _apply(options: list[Any]) -> Callable[[Any], Any]:
 
 
 model_options = _apply(_MODEL)
+size_options = _apply([*_PAGES, *_LESS])
+"""Those that what a model takes depends on."""
 sampling_options = _apply(_SAMPLING)
 
 

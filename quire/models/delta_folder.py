@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -39,15 +38,7 @@ _EXPERTS = {
 }
 # The gated norm within a delta net is stored as it is, all others as their difference from one.
 _NORMS = ("output_norm", "attn_norm", "post_attention_norm", "attn_q_norm", "attn_k_norm")
-
-
-def text_settings(config: HFConfig) -> HFConfig:
-    """The settings of the text model, which those of a model that also sees hold inside."""
-    if "text_config" not in config:
-        return config
-    inner = {k: v for k, v in config.section("text_config").values.items() if v is not None}
-    tied = config.flag("tie_word_embeddings", default=False)  # said outside, inside or both
-    return HFConfig(config.path, {"tie_word_embeddings": tied, **inner})
+_EYES = ("model.visual.",)
 
 
 def delta_shape(text: HFConfig) -> DeltaShape:
@@ -73,7 +64,7 @@ def naming(
 
     Left out are the layers that guess tokens ahead (mtp.…) and the eyes (model.visual.…).
     """
-    text = text_settings(config)
+    text = hf.text_settings(config)
     for key, usual in {"attn_output_gate": True, "attention_bias": False}.items():
         text.expect(key, usual, default=usual)
     text.expect("mlp_only_layers", [], default=[])
@@ -96,7 +87,7 @@ def naming(
     )
     if count:
         out = _with_experts(out, text, count)
-    return _inside_language_model(out) if "text_config" in config else out
+    return hf.inside(out, "model.language_model.", _EYES) if "text_config" in config else out
 
 
 def _delta_facts(text: HFConfig, arch: str) -> dict[str, Value]:
@@ -145,22 +136,3 @@ def _with_experts(plain: Naming, text: HFConfig, count: int) -> Naming:
     }
     stacks = hf.expert_stacks(text, count)
     return replace(plain, tensors=plain.tensors | stacks, otherwise=whole)
-
-
-def _inside_language_model(plain: Naming) -> Naming:
-    """The same tensors where they lie in the folder of a model that also sees."""
-
-    def moved(sources: Mapping[str, Source]) -> dict[str, Source]:
-        return {
-            name: replace(source, names=tuple(map(_moved, source.names)))
-            for name, source in sources.items()
-        }
-
-    return replace(
-        plain, tensors=moved(plain.tensors), otherwise=moved(plain.otherwise),
-        left_out=(*plain.left_out, "model.visual."),
-    )  # fmt: skip
-
-
-def _moved(stored: str) -> str:
-    return stored.replace("model.", "model.language_model.", 1)

@@ -6,7 +6,7 @@ give is normed once more before it is added.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -164,8 +164,26 @@ def _attention_scale(file: WeightFile, c: DenseConfig) -> float:
     return file.get_float("gemma3.attention.scale", default=over**-0.5, minimum=0.0)
 
 
+# What folders leave out, above all those of models that also see.
+_USUAL: dict[str, Any] = {
+    "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+    "max_position_embeddings": 131072,
+}  # fmt: skip
+_EYES = ("vision_tower.", "multi_modal_projector.")
+
+
 def from_hf(config: HFConfig) -> Naming:
-    """How a folder is seen as a GGUF file."""
+    """How a folder is seen as a GGUF file; of a model that also sees, its text model."""
+    text = hf.text_settings(config, tied=True)
+    plain = _text_from_hf(HFConfig(config.path, _USUAL | dict(text.values)))
+    if "text_config" not in config:
+        return plain
+    now = hf.inside(plain, "model.language_model.", tuple(f"model.{eye}" for eye in _EYES))
+    first = hf.inside(plain, "language_model.model.", _EYES)  # as transformers 4 had it
+    return replace(now, otherwise=first.tensors, left_out=(*now.left_out, *first.left_out))
+
+
+def _text_from_hf(config: HFConfig) -> Naming:
     config.expect("hidden_activation", "gelu_pytorch_tanh", default="gelu_pytorch_tanh")
     config.expect("use_bidirectional_attention", False, default=False)
     dims = hf.head_dim(config)

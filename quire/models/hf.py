@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -170,6 +172,30 @@ def expert_stacks(config: HFConfig, count: int) -> dict[str, Source]:
 def not_needed(tied: bool) -> tuple[str, ...]:
     """Tensors that some folders carry and that follow from others or from the settings."""
     return ("rotary_emb.inv_freq", "lm_head.weight") if tied else ("rotary_emb.inv_freq",)
+
+
+def text_settings(config: HFConfig, tied: bool = False) -> HFConfig:
+    """The settings of the text model, which those of a model that also sees hold inside."""
+    if "text_config" not in config:
+        return config
+    inner = {k: v for k, v in config.section("text_config").values.items() if v is not None}
+    tied = config.flag("tie_word_embeddings", default=tied)  # said outside, inside or both
+    return HFConfig(config.path, {"tie_word_embeddings": tied, **inner})
+
+
+def inside(plain: Naming, where: str, left_out: tuple[str, ...]) -> Naming:
+    """The same tensors where they lie in the folder of a model that also sees: model.… there."""
+
+    def moved(sources: Mapping[str, Source]) -> dict[str, Source]:
+        return {
+            name: replace(source, names=tuple(n.replace("model.", where, 1) for n in source.names))
+            for name, source in sources.items()
+        }
+
+    return replace(
+        plain, tensors=moved(plain.tensors), otherwise=moved(plain.otherwise),
+        left_out=(*plain.left_out, *left_out),
+    )  # fmt: skip
 
 
 ATTENTION = {

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.models.delta_folder import delta_shape, naming, text_settings
+from quire.models import hf
+from quire.models.delta_folder import delta_shape, naming
 from quire.models.delta_hybrid import DeltaHybridModel, DeltaShape
 from quire.models.loader import Loader, Rows
 from quire.ops import Ops
@@ -37,7 +38,7 @@ def _inputs(load: Loader, at: str, s: DeltaShape) -> tuple[list[Rows], list[Rows
 
 def from_hf(config: HFConfig, arch: str = "qwen35") -> Naming:
     """How a folder is seen as a GGUF file."""
-    s = delta_shape(text_settings(config))
+    s = delta_shape(hf.text_settings(config))
     tiled = _tiled(s)
 
     def behind_keys(x: NDArray[Any]) -> NDArray[Any]:

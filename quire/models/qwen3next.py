@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.models.delta_folder import delta_shape, naming, text_settings
+from quire.models import hf
+from quire.models.delta_folder import delta_shape, naming
 from quire.models.delta_hybrid import DeltaHybridModel, DeltaShape
 from quire.models.loader import Loader, Rows
 from quire.ops import Ops
@@ -40,7 +41,7 @@ def _inputs(load: Loader, at: str, s: DeltaShape) -> tuple[list[Rows], list[Rows
 
 def from_hf(config: HFConfig) -> Naming:
     """How a folder is seen as a GGUF file."""
-    s = delta_shape(text_settings(config))
+    s = delta_shape(hf.text_settings(config))
     together = "linear_attn.in_proj_qkvz.weight"
     inputs = {
         "attn_qkv.weight": one(together, _part(_qkv, s, s.channels)),

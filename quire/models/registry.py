@@ -24,7 +24,9 @@ _ARCHITECTURES: Final[dict[str, tuple[str, ...]]] = {
     "llama": ("LlamaForCausalLM", "MistralForCausalLM", "llama", "mistral"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
-    "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
+    "gemma3": (
+        "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "gemma3_text", "gemma3",
+    ),
     "mamba2": ("Mamba2ForCausalLM", "mamba2"),
     "lfm2": ("Lfm2ForCausalLM", "lfm2"),
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),

@@ -56,6 +56,19 @@ def check(path: Path, model: Any, **settings: Any) -> None:
 
 
 @pytest.mark.parametrize("name", SIZES)
+def test_chunks_change_no_bit(make: Made, name: str) -> None:
+    path, _ = make(**SIZES[name])
+    with quire.load(path) as llm:
+        whole = llm.logits(IDS)
+        for chunk in (1, 7, 16, 64):
+            with llm.session() as s:
+                for at in range(0, len(IDS), chunk):
+                    s.append(IDS[at : at + chunk])
+                    assert np.array_equal(s.logits(), whole[min(at + chunk, len(IDS)) - 1])
+            llm.forget()
+
+
+@pytest.mark.parametrize("name", SIZES)
 def test_logits_are_those_of_transformers(make: Made, name: str) -> None:
     check(*make(**SIZES[name]))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from tests import tiny
 from tests.gguf_export import export
 from tests.gguf_writer import Typed, ValueType, write_gguf
 from tests.model_folders import MODELS
+from tests.safetensors_writer import file_bytes
 
 IDS = [int(i) for i in np.random.default_rng(3).integers(0, 256, 100)]
 EXACT: dict[str, Any] = {"activations": "f32", "type_k": "f32", "type_v": "f32"}
@@ -129,3 +132,27 @@ def test_layers_that_are_not_run_take_nothing(tmp_path: Path) -> None:
     with open_weights(tmp_path / "m.gguf") as more, open_weights(tmp_path / "two.gguf") as two:
         assert loaded_bytes(more, None) == loaded_bytes(two, None)
         assert loaded_bytes(limited(more, 2, None), None) == loaded_bytes(two, None)
+
+
+# ---- text models inside others --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["model.language_model.", "language_model.model."])
+def test_gemma_inside_a_model_that_also_sees(tmp_path: Path, where: str) -> None:
+    folder = MODELS / "tiny-window"
+    config = json.loads((folder / "config.json").read_text())
+    outer = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}
+    shutil.copytree(folder, tmp_path / "m")
+    (tmp_path / "m" / "config.json").write_text(json.dumps(outer | {"text_config": config}))
+    raw = (folder / "model.safetensors").read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + size])
+    moved = {name.replace("model.", where, 1): entry for name, entry in header.items()}
+    eye, end = "model." if where.startswith("model.") else "", len(raw) - 8 - size
+    moved[f"{eye}vision_tower.x.weight"] = {
+        "dtype": "F32", "shape": [2], "data_offsets": [end, end + 8],
+    }  # fmt: skip
+    (tmp_path / "m" / "model.safetensors").write_bytes(
+        file_bytes(moved, raw[8 + size :] + bytes(8))
+    )
+    assert np.array_equal(logits(tmp_path / "m"), logits(folder))

@@ -14,7 +14,8 @@ import quire
 from quire.cli import main
 from quire.cli.conversation import Conversation
 from tests import tiny
-from tests.model_folders import model_folder
+from tests.gguf_writer import write_gguf
+from tests.model_folders import MODELS, model_folder
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +145,39 @@ def test_show_tells_the_memory_that_is_held(name: str, tmp_path: Path) -> None:
                 assert facts["bytes_per_token"] == stats[group.name]["bytes_per_token"]
                 assert facts.get("window") == group.window
     assert f"layers {facts['layers']}, bytes_per" in run("show", str(folder)).stdout
+
+
+def test_show_tells_of_what_would_be_loaded(tmp_path: Path) -> None:
+    facts = json.loads(run("show", str(MODELS / "tiny-moe"), "--json").stdout)
+    options = ("--n-layer-exit", "2", "--moe-n-expert", "1", "--cache-type-k", "f32")
+    less = json.loads(run("show", str(MODELS / "tiny-moe"), "--json", *options).stdout)
+    assert less["layers"] == 2 and less["memory"]["attention"]["layers"] == 2
+    assert facts["experts"]["count"] == less["experts"]["count"] > facts["experts"]["used"] > 1
+    assert less["experts"]["used"] == 1
+    per_layer = [x["memory"]["attention"]["bytes_per_token"] / x["layers"] for x in (facts, less)]
+    assert per_layer[1] == per_layer[0] * 1.5  # K of twice the size, V as it was
+
+
+def test_show_tells_what_a_window_takes_at_most() -> None:
+    told = json.loads(run("show", str(MODELS / "tiny-window"), "--json").stdout)["memory"]["window"]
+    pages = -(-(told["window"] + 16) // 16)
+    assert told["bytes_per_sequence"] == pages * 16 * told["bytes_per_token"]
+
+
+def test_what_files_say_cannot_harm_json_or_a_terminal(tmp_path: Path) -> None:
+    odd = {"general.x": float("nan"), "general.y": "a\x1b[31mred\nnew", "general.z\x1b": 1}
+    odd["llama.nextn_predict_layers"] = 1
+    path = tmp_path / "odd.gguf"
+    write_gguf(path, tiny.metadata(tiny.Tiny()) | odd, tiny.weights(tiny.Tiny()))
+    text = run("show", str(path), "--json").stdout
+
+    def never(name: str) -> None:
+        raise AssertionError(name)
+
+    facts = json.loads(text, parse_constant=never)
+    assert facts["metadata"]["general.x"] == "nan" and facts["layers"] == 1
+    shown = run("show", str(path)).stdout
+    assert "\x1b" not in shown and "\\x1b[31mred" in shown
 
 
 def test_show_tells_what_it_can_of_a_broken_model(tmp_path: Path) -> None:
