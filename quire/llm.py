@@ -203,7 +203,7 @@ class LLM:
         settings = self.settings
         with open_weights(self.path) as file:
             seen = limited(file, settings.n_layer_exit, settings.moe_n_expert)
-            return fingerprint(seen, f"quantize {settings.quantize}")
+            return fingerprint(seen, f"{settings.quantize=} {settings.activations=}")
 
     @property
     def memory(self) -> MemoryReport:

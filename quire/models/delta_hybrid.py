@@ -187,27 +187,20 @@ class DeltaHybridModel:
         network = _networks(file, arch, c, load, ops)
         kind = DeltaKind(file, DeltaShape.read(file, arch), inputs, tiled)
         recurrent = recurrent_layers(file, arch, c.n_layers)
+        self._attention: dict[int, GatedAttention] = {}
+        self._delta: dict[int, DeltaNet] = {}
         self.layers: list[tuple[DeltaNet | GatedAttention, Network]] = []
         for i in range(c.n_layers):
-            at, place = f"blk.{i}.", int((recurrent[:i] == recurrent[i]).sum())
-            mixer = (
-                DeltaNet(ops, c, kind, load, at, place)
-                if recurrent[i]
-                else GatedAttention(ops, c, load, at, place, type_k, type_v)
-            )
-            self.layers.append((mixer, network(at)))
+            at, place = f"blk.{i}.", len(self._delta if recurrent[i] else self._attention)
+            if recurrent[i]:
+                self._delta[i] = DeltaNet(ops, c, kind, load, at, place)
+            else:
+                self._attention[i] = GatedAttention(ops, c, load, at, place, type_k, type_v)
+            self.layers.append((self._delta.get(i) or self._attention[i], network(at)))
         self.final_norm = load.vector(("output_norm.weight", c.width))
         self.output = self.embedding
         if load.has("output.weight"):
             self.output = load.matrix(c.width, ("output.weight", c.n_vocab))
-
-    @property
-    def _attention(self) -> dict[int, GatedAttention]:
-        return {i: m for i, (m, _) in enumerate(self.layers) if isinstance(m, GatedAttention)}
-
-    @property
-    def _delta(self) -> dict[int, DeltaNet]:
-        return {i: m for i, (m, _) in enumerate(self.layers) if isinstance(m, DeltaNet)}
 
     @property
     def groups(self) -> tuple[GroupSpec | RecurrentSpec, ...]:

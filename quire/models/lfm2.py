@@ -1,7 +1,7 @@
 """LFM2: short gated convolutions in most layers, full attention in the others.
 
-Every layer ends in a gated network. A convolution remembers its last inputs, two for each channel,
-so only the layers with attention need more memory as a context grows.
+Every layer ends in a gated network. A convolution remembers the last few inputs of each channel,
+one less than it is wide, so only attention needs more memory as a context grows.
 """
 
 from __future__ import annotations

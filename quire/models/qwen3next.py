@@ -17,7 +17,7 @@ from quire.models.delta_hybrid import DeltaHybridModel, DeltaShape
 from quire.models.loader import Loader, Rows
 from quire.ops import Ops
 from quire.weights.file import WeightFile
-from quire.weights.naming import MINUS_EXP, SQUEEZE_CONV, Change, HFConfig, Naming, Shape, one
+from quire.weights.naming import MINUS_EXP, SQUEEZE_CONV, HFConfig, Naming, one, take_rows
 
 ARCH = "qwen3next"
 
@@ -43,21 +43,13 @@ def from_hf(config: HFConfig) -> Naming:
     """How a folder is seen as a GGUF file."""
     s = delta_shape(hf.text_settings(config))
     together = "linear_attn.in_proj_qkvz.weight"
+    rows = np.arange(s.channels + s.values)
     inputs = {
-        "attn_qkv.weight": one(together, _part(_qkv, s, s.channels)),
-        "attn_gate.weight": one(together, _part(_z, s, s.values)),
+        "attn_qkv.weight": one(together, take_rows(_qkv(rows, s), len(rows))),
+        "attn_gate.weight": one(together, take_rows(_z(rows, s), len(rows))),
         "ssm_ba.weight": one("linear_attn.in_proj_ba.weight"),
     }
     return naming(config, ARCH, inputs, {"ssm_a": MINUS_EXP, "ssm_conv1d.weight": SQUEEZE_CONV})
-
-
-def _part(take: Any, s: DeltaShape, rows: int) -> Change:
-    """Some rows of those that lie together by key head."""
-
-    def shape(stored: Shape) -> Shape:
-        return (rows, *stored[1:]) if stored[0] == s.channels + s.values else (0, *stored[1:])
-
-    return Change(lambda x: take(x, s), shape)
 
 
 def _qkv(x: NDArray[Any], s: DeltaShape) -> NDArray[Any]:

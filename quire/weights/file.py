@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
@@ -55,6 +55,10 @@ class WeightFile(ABC):
     @abstractmethod
     def data(self, name: str) -> NDArray[np.uint8]:
         """The bytes of a tensor."""
+
+    def stored(self, name: str) -> Iterator[NDArray[np.uint8]]:
+        """The bytes that a tensor is made of, as they are stored: views, one after the other."""
+        yield self.data(name)
 
     @abstractmethod
     def release(self, name: str) -> None:

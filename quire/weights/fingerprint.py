@@ -10,7 +10,10 @@ from quire.weights.file import WeightFile
 
 BLOCK = 4096
 BLOCKS = 8
-"""Samples of each tensor, spread evenly from its first bytes to its last."""
+"""Samples of each tensor, spread evenly from its first bytes to its last.
+
+They are taken as the tensor is stored, so that none is made up of others only to be looked at; of
+one that is stored in many parts, at least one from each."""
 
 
 def fingerprint(file: WeightFile, facts: str = "") -> str:
@@ -29,8 +32,10 @@ def fingerprint(file: WeightFile, facts: str = "") -> str:
     for name in sorted(file.tensors):
         info = file.tensors[name]
         whole.update(f"{name!r} {info.type!s} {info.shape} {info.nbytes}\n".encode())
-        data = file.data(name)
-        last = max(info.nbytes - BLOCK, 0)
-        for start in sorted({last * i // (BLOCKS - 1) for i in range(BLOCKS)}):
-            whole.update(data[start : start + BLOCK].tobytes())
+        parts = list(file.stored(name))
+        blocks = max(BLOCKS // len(parts), 1)
+        for data in parts:
+            last = max(len(data) - BLOCK, 0)
+            for start in sorted({last * i // max(blocks - 1, 1) for i in range(blocks)}):
+                whole.update(data[start : start + BLOCK].tobytes())
     return whole.hexdigest()

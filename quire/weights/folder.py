@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -80,6 +80,14 @@ class Folder(WeightFile):
         out = source.change.apply(whole) if source.change else whole
         assert out.shape == self.tensors[name].shape, (name, out.shape)
         return np.ascontiguousarray(out).reshape(-1).view(np.uint8)
+
+    def stored(self, name: str) -> Iterator[NDArray[np.uint8]]:
+        """The bytes that a tensor is made of, as they are stored: views, one after the other."""
+        if name in self._naming.made:
+            yield self.data(name)
+            return
+        for stored in self._source(name).names:
+            yield self._shard_of[stored].data(stored)
 
     def release(self, name: str) -> None:
         """Drop a tensor's pages from this process's memory; reading them again maps them anew."""

@@ -99,8 +99,8 @@ def pair_up(n_heads: int) -> Change:
 
 
 def take_rows(rows: NDArray[np.intp], of: int) -> Change:
-    """Some of a tensor's `of` rows, in this order: a part of it, or all of it in another order."""
-    return Change(lambda x: x[rows], lambda s: (len(rows), *s[1:]) if s[0] == of else s)
+    """Some of a tensor's `of` rows, in this order; of one with other rows, none."""
+    return Change(lambda x: x[rows], lambda s: (len(rows) if s[0] == of else 0, *s[1:]))
 
 
 # ---- config.json ----------------------------------------------------------------------------

@@ -104,7 +104,9 @@ class Safetensors:
     def _check_places(self, start: int) -> None:
         """The tensors lie one after the other, from the header to the end of the file."""
         at = start
-        for name, tensor in sorted(self.tensors.items(), key=lambda item: item[1].offset):
+        # One without elements may share its place with the one behind it.
+        in_order = sorted(self.tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes))
+        for name, tensor in in_order:
             if tensor.offset != at:
                 fault = "overlaps the one before it" if tensor.offset < at else "follows a gap"
                 self._fail(f"tensor {quote(name)} at byte {tensor.offset} {fault}, due at {at}")

@@ -419,7 +419,7 @@ def test_rows_of_a_smaller_tensor_are_no_crash(tmp_path: Path) -> None:
     x = {"w": np.zeros((3, 4), np.float32), "v": np.zeros(3, np.float32)}
     rows = take_rows(np.array([5, 0]), of=8)
     naming = Naming({"general.architecture": "x"}, {"w": one("w", rows), "v": one("v")})
-    assert seen(tmp_path, x, naming).tensors["w"].shape == (3, 4)
+    assert seen(tmp_path, x, naming).tensors["w"].shape == (0, 4)
 
 
 def test_experts_must_be_alike_and_complete(tmp_path: Path) -> None:
@@ -455,3 +455,13 @@ def test_show_and_run_take_a_folder() -> None:
 def test_quantize_takes_two_names() -> None:
     with pytest.raises(quire.errors.RequestError, match="q8_0"):
         quire.load(TINY, quantize="q5_0")
+
+
+@pytest.mark.parametrize("names", [("a", "b", "c"), ("c", "b", "a")])
+def test_empty_tensors_may_share_a_place(tmp_path: Path, names: tuple[str, ...]) -> None:
+    empty = {"dtype": "F32", "shape": [0, 4], "data_offsets": [0, 0]}
+    full = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    header = dict(zip(names, (full, empty, empty), strict=True))
+    (tmp_path / "x.safetensors").write_bytes(file_bytes(header, bytes(8)))
+    file = Safetensors(tmp_path / "x.safetensors")
+    assert [len(file.data(name)) for name in names] == [8, 0, 0]

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import stat
 import subprocess
@@ -22,10 +23,11 @@ import pytest
 
 import quire
 from quire.errors import RequestError, SessionFileError
+from quire.models.registry import open_weights
 from quire.weights.fingerprint import fingerprint
 from quire.weights.gguf import GGUF
 from tests import tiny
-from tests.model_folders import RANDOM, TRAINED, model_folder
+from tests.model_folders import MODELS, RANDOM, TRAINED, model_folder
 
 PROMPT = "The quick brown fox jumps over the lazy dog"
 REPO = Path(__file__).parent.parent.parent
@@ -450,8 +452,8 @@ def test_small_tensors_are_seen_whole(size: int) -> None:
             self.tensors = {"x": self.Info()}
             self.bytes = np.arange(size).astype(np.uint8)
 
-        def data(self, name: str) -> np.ndarray:
-            return self.bytes
+        def stored(self, name: str) -> Iterator[np.ndarray]:
+            yield self.bytes
 
     file = Fake()
     mark = fingerprint(file)
@@ -463,6 +465,29 @@ def test_small_tensors_are_seen_whole(size: int) -> None:
         missed += fingerprint(file) == mark
         file.bytes[at] ^= 1
     assert missed == 0
+
+
+@pytest.mark.parametrize("name", ["tiny-moe", "tiny-hybrid"])
+def test_folders_are_told_apart_by_what_is_stored(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No tensor is put together for it, and each expert counts."""
+    folder = tmp_path / "m"
+    shutil.copytree(MODELS / name, folder)
+    with open_weights(folder) as file:
+        monkeypatch.setattr(type(file), "data", None)
+        before = fingerprint(file)
+        size = file.path.joinpath("model.safetensors").stat().st_size
+    weights = bytearray((folder / "model.safetensors").read_bytes())
+    weights[size - 40] ^= 1
+    (folder / "model.safetensors").write_bytes(weights)
+    with open_weights(folder) as file:
+        assert fingerprint(file) != before
+
+
+def test_sessions_go_with_the_arithmetic_they_are_from(path: Path) -> None:
+    with quire.load(path) as llm, quire.load(path, activations="f32") as exact:
+        assert llm.fingerprint != exact.fingerprint
 
 
 def test_notes_come_back(path: Path, tmp_path: Path) -> None:
