@@ -189,10 +189,8 @@ class DenseModel:
 
         q_norm = norm("attn_q_norm", c.head_dim) if qk_norm else None
         k_norm = norm("attn_k_norm", c.head_dim) if qk_norm else None
-        scale = c.head_dim**-0.5
-        shape = Heads(
-            c.n_heads, c.n_kv_heads, c.head_dim, c.head_dim, scale, windows.of(i)
-        )  # fmt: skip
+        sizes = c.n_heads, c.n_kv_heads, c.head_dim, c.head_dim
+        shape = Heads(*sizes, c.head_dim**-0.5, windows.of(i))
         return Layer(
             group=windows.group(i),
             place=windows.place(i),

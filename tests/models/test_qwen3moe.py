@@ -28,6 +28,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "all experts": {"num_experts": 5, "num_experts_per_tok": 5},
     "shares as they are": {"norm_topk_prob": False},
     "odd heads": {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 24},
+    "windows": {"use_sliding_window": True, "sliding_window": 17},
     "odd network": {"hidden_size": 72, "moe_intermediate_size": 17, "tie_word_embeddings": True},
 }
 Made = Callable[..., tuple[Path, Any]]
