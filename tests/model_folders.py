@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.models.registry import declared_groups, open_weights
+from quire.ops.cpu import CpuOps
 from tests import random_hybrids
 from tests.safetensors_writer import write_folder
 
@@ -111,6 +113,14 @@ def write_qwen3next(folder: Path) -> Path:
     """Qwen3-Next with experts, as its real ones are."""
     config = random_hybrids.settings("Qwen3Next", **random_hybrids.EXPERTS)
     return random_hybrids.write(folder, config, random_hybrids.tensors(config))
+
+
+def exactly(path: Path) -> dict[str, Any]:
+    """Settings that leave nothing rounded; those of K and V only where there are any."""
+    with open_weights(path) as file:
+        groups = declared_groups(file, CpuOps(1))
+    attends = any(group.kind != "recurrent" for group in groups)
+    return {"activations": "f32"} | ({"type_k": "f32", "type_v": "f32"} if attends else {})
 
 
 TRAINED = sorted(p.parent.name for p in MODELS.glob("*/golden.json"))

@@ -111,6 +111,8 @@ def test_bad_hyperparameters_are_named(tmp_path: Path, key: str, value: object) 
 
 
 def test_what_kernels_refuse_is_an_error_of_the_model(tmp_path: Path) -> None:
-    tiny.write(tmp_path / "odd.gguf", tiny.Tiny(head_dim=48, width=192))
-    with pytest.raises(ModelError, match=r"odd\.gguf.*48 of K as q8_0 must be a multiple of 32"):
-        quire.load(tmp_path / "odd.gguf", type_k="q8_0")
+    t = tiny.Tiny(head_dim=15)
+    facts = tiny.metadata(t) | {"llama.rope.dimension_count": 14}
+    write_gguf(tmp_path / "odd.gguf", facts, tiny.weights(t))
+    with pytest.raises(ModelError, match=r"odd\.gguf.*15 of K .* must be a multiple of 2"):
+        quire.load(tmp_path / "odd.gguf")

@@ -10,7 +10,7 @@ import pytest
 
 import quire
 from tests.gguf_export import export
-from tests.model_folders import RANDOM, TRAINED, model_folder
+from tests.model_folders import RANDOM, TRAINED, exactly, model_folder
 
 PROMPT = json.loads((model_folder("tiny-dense", Path()) / "golden.json").read_text())["prompts"][-1]
 TEXT, IDS = PROMPT["text"], PROMPT["token_ids"][:300]
@@ -51,7 +51,7 @@ def test_llama_cpp_agrees(name: str, tmp_path: Path) -> None:
     )
     peer.eval(IDS)
     expected = np.array(peer.scores[: len(IDS)])
-    with quire.load(path, activations="f32", type_k="f32", type_v="f32") as llm:
+    with quire.load(path, **exactly(path)) as llm:
         got = llm.logits(IDS)
     assert np.abs(got - expected).max() < 0.02
     assert np.abs(got - expected).mean() < 0.001

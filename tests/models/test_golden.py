@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import quire
+from tests.model_folders import exactly
 
 MODELS = Path(__file__).parents[1] / "data" / "models"
 EXACT = {"activations": "f32", "type_k": "f32", "type_v": "f32"}
@@ -20,7 +21,7 @@ CLOSE = 2e-4
 @pytest.fixture(scope="module", params=sorted(p.parent.name for p in MODELS.glob("*/golden.json")))
 def golden(request: pytest.FixtureRequest) -> Iterator[tuple[quire.LLM, dict[str, Any]]]:
     folder = MODELS / request.param
-    with quire.load(folder, **EXACT) as llm:
+    with quire.load(folder, **exactly(folder)) as llm:
         yield llm, json.loads((folder / "golden.json").read_text())
 
 

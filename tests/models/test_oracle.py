@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import quire
+from tests.model_folders import exactly
 
 oracle = pytest.importorskip("tests.models.oracle", reason="transformers and torch are the oracle")
 
@@ -83,7 +84,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def test_exact_mode_is_transformers_in_float32(case) -> None:
     folder, expected = case
-    with quire.load(folder, activations="f32", type_k="f32", type_v="f32") as llm:
+    with quire.load(folder, **exactly(folder)) as llm:
         got = llm.logits(IDS)
     spread = expected.std(axis=-1).mean()
     assert spread > 0.5
