@@ -383,11 +383,25 @@ def probabilities(x: Floats, sampling: Sampling) -> NDArray[np.float64]:
     return out
 
 
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Finalizer of splitmix64."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def race(tokens: NDArray[np.int64], p: NDArray[np.float64], u: float) -> NDArray[np.float64]:
+    """Scores in an exponential race: p / -log(u_i), with u_i hashed from u and the token's id."""
+    key = _mix(np.array([u]).view(np.uint64))
+    number = _mix(key + (tokens + 1).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+    return p / -np.log((number >> np.uint64(11) | np.uint64(1)) * 2.0**-53)
+
+
 def sample(x: Floats, sampling: Sampling, u: float) -> int:
-    """The token at u of the distribution, laid out most likely first."""
+    """The token of the highest score in the race, ties by id."""
     order, p = candidates(x, sampling)
-    at = int(np.searchsorted(np.cumsum(p), u, side="right"))
-    return int(order[min(at, len(order) - 1)])
+    score = race(order, p, u)
+    return int(order[score == score.max()].min())
 
 
 def logprobs(logits: Floats, ids: Ints, top: int) -> tuple[Floats, Ints, Floats]:

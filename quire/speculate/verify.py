@@ -2,8 +2,10 @@
 
 Every token is chosen exactly as it would be without a draft: by the same sampler, which has seen
 the same tokens, with the random number of its place. A draft is right as far as it says the same.
-So output, greedy or sampled, is the same with and without drafts; and as a drafted token x agrees
-with probability p(x), this accepts as often as any rule that keeps the distribution can for it.
+So output, greedy or sampled, is the same with and without drafts. A drafted token x that does not
+depend on chance (an n-gram's) agrees with probability p(x), as often as any rule that keeps the
+distribution can accept it. Models draft with the same random number, and so in the same race of
+tokens as the target: they agree nearly as often as the best such rule would accept.
 """
 
 from __future__ import annotations

@@ -5,7 +5,10 @@
 
 // From the C library; <cmath> would bring inline functions that the linker merges across
 // instruction sets.
-extern "C" double log(double) noexcept;
+extern "C" {
+double exp(double) noexcept;
+double log(double) noexcept;
+}
 
 namespace quire::QUIRE_ISA {
 namespace {
@@ -138,10 +141,9 @@ inline uint32_t order_of(float x) {
 }
 
 // Walks values in order (descending, ties by index), adding their weights (1 each without any),
-// and returns the index at which the sum reaches the target, or passes it when `past` is set.
-int64_t reach(const float* value, const float* weight, int64_t count, double target, bool past, int32_t* set) {
+// and returns the index at which the sum reaches the target.
+int64_t reach(const float* value, const float* weight, int64_t count, double target, int32_t* set) {
     double mass[2048], before = 0.0;
-    auto reached = [&](double sum) { return past ? sum > target : sum >= target; };
     for (int64_t i = 0; i < count; i++) set[i] = int32_t(i);
     const int width = count > 4096 ? 11 : 8;
     for (int high = 32; high > 0;) {
@@ -153,7 +155,7 @@ int64_t reach(const float* value, const float* weight, int64_t count, double tar
         for (; digit >= 0; digit--) {
             if (mass[digit] == 0.0) continue;
             last = digit;
-            if (reached(before + mass[digit])) break;
+            if (before + mass[digit] >= target) break;
             before += mass[digit];
         }
         if (digit < 0) {  // rounding kept the sum just below: it is reached at the very end
@@ -170,7 +172,7 @@ int64_t reach(const float* value, const float* weight, int64_t count, double tar
     }
     for (int64_t i = 0; i < count; i++) {
         before += weight ? double(weight[set[i]]) : 1.0;
-        if (reached(before)) return set[i];
+        if (before >= target) return set[i];
     }
     return set[count - 1];
 }
@@ -193,9 +195,9 @@ int64_t cut(const SamplingScratch& c, int64_t count, int64_t edge) {
 int64_t collect_top(const SamplingScratch& c, const float* x, int64_t n, int64_t k) {
     const int64_t chunks = (n + VOCAB_CHUNK - 1) / VOCAB_CHUNK;
     float bound = MINUS_INFINITY;
-    if (k <= chunks) bound = c.chunk[reach(c.chunk, nullptr, chunks, double(k), false, c.set)];
+    if (k <= chunks) bound = c.chunk[reach(c.chunk, nullptr, chunks, double(k), c.set)];
     const int64_t count = collect(c, x, n, bound);
-    return count > k ? cut(c, count, reach(c.value, nullptr, count, double(k), false, c.set)) : count;
+    return count > k ? cut(c, count, reach(c.value, nullptr, count, double(k), c.set)) : count;
 }
 
 // Candidates with at least the mass `share` of all tokens, those of largest probability, weighed;
@@ -209,11 +211,8 @@ int64_t collect_mass(const SamplingScratch& c, int64_t n, float best, float temp
     return count;
 }
 
-// What the filters leave, weighed, and its mass. Where there is no filter, only candidates enough
-// to reach the share u of the mass.
-int64_t filter(const SamplingScratch& c, int64_t n, const Filter& f, double u, double& total) {
-    const float best = maxima(c.x, n, c.chunk);
-    if (best == MINUS_INFINITY) return 0;
+// What the filters leave, weighed, and its mass. Expects the maxima per chunk, and the best of them.
+int64_t filter(const SamplingScratch& c, int64_t n, const Filter& f, float best, double& total) {
     int64_t count;
     if (f.top_k > 0 && f.top_k < n) {
         count = collect_top(c, c.x, n, f.top_k);
@@ -225,9 +224,11 @@ int64_t filter(const SamplingScratch& c, int64_t n, const Filter& f, double u, d
         count = collect(c, c.x, n, best - depth * f.temperature);
         total = weigh_candidates(c, count, best, f.temperature);
     } else {
-        return collect_mass(c, n, best, f.temperature, u, total);
+        count = collect(c, c.x, n, MINUS_INFINITY);
+        total = weigh_candidates(c, count, best, f.temperature);
+        return count;
     }
-    if (f.top_p < 1.0) count = cut(c, count, reach(c.value, c.weight, count, f.top_p * total, false, c.set));
+    if (f.top_p < 1.0) count = cut(c, count, reach(c.value, c.weight, count, f.top_p * total, c.set));
     total = 0.0;
     int64_t kept = 0;
     for (int64_t i = 0; i < count; i++) {
@@ -240,14 +241,100 @@ int64_t filter(const SamplingScratch& c, int64_t n, const Filter& f, double u, d
     return kept;
 }
 
-int64_t pick(const SamplingScratch& c, int64_t n, const Filter& f, double u) {
-    if (f.temperature == 0.0f) {
-        const int64_t best = argmax(c.x, n);
-        return c.x[best] == MINUS_INFINITY ? -1 : best;
+// ---- the draw ----
+
+// Finalizer of splitmix64.
+inline uint64_t mix(uint64_t x) {
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+    return x ^ (x >> 31);
+}
+
+// An exponential race: token i arrives after -log(u_i) / weight_i, with u_i hashed from the row's
+// random number and the id, and the first wins. Scores are 1 / arrival, in float64 throughout: no
+// instruction set or library rounds so differently that another token wins.
+class Race {
+  public:
+    Race(double u, float best, float temperature) : best_(best), temperature_(temperature) {
+        std::memcpy(&key_, &u, 8);
+        key_ = mix(key_);
     }
+
+    // u_i in units of 2^-53: odd, so neither 0 nor 1.
+    uint64_t number(int64_t id) const { return mix(key_ + uint64_t(id + 1) * 0x9E3779B97F4A7C15u) >> 11 | 1; }
+
+    // With a smaller number a token of at most this weight loses: as -log(u) >= 1 - u, its score is
+    // at most weight / (1 - u). This spares almost every token the logarithm.
+    uint64_t least(float weight) const {
+        const double room = double(weight) * reach_;
+        return room < UNITS ? uint64_t(UNITS) - uint64_t(room) - 1 : 0;
+    }
+
+    void enter(int64_t id, float x, uint64_t number) {
+        const double weight = x == best_ ? 1.0 : ::exp((double(x) - double(best_)) / double(temperature_));
+        const double score = weight / -log(double(number) / UNITS);
+        if (score < score_ || (score == score_ && id > winner)) return;
+        score_ = score;
+        winner = id;
+        reach_ = UNITS * SLACK / score;
+    }
+
+    int64_t winner = -1;
+
+  private:
+    static constexpr double UNITS = 0x1p53;
+    static constexpr double SLACK = 1.001;  // for the float32 weights that bounds are made of
+
+    uint64_t key_;
+    float best_, temperature_;
+    double score_ = 0.0, reach_ = __builtin_inf();
+};
+
+// A draw from all tokens. The maximum of a chunk bounds the weights in it, so that only chunks with
+// a token that may still win are weighed. The best comes first: behind it few may. Those of weight 0
+// cannot: the best scores at least 1 / 37.
+int64_t draw_from_all(const SamplingScratch& c, int64_t n, float best, float temperature, Race race) {
+    const int64_t chunks = (n + VOCAB_CHUNK - 1) / VOCAB_CHUNK, first = first_equal(c.chunk, chunks, best);
+    for (int64_t i = 0; i < chunks; i += LANES)
+        store(c.weight + i, weigh(load_part(c.chunk, i, chunks), set1(best), set1(temperature)));
+    for (int64_t k = first; k < first + chunks; k++) {
+        const int64_t at = k < chunks ? k : k - chunks, begin = at * VOCAB_CHUNK;
+        if (c.weight[at] == 0.0f) continue;
+        const uint64_t least = race.least(c.weight[at]);
+        const int64_t size = n - begin < VOCAB_CHUNK ? n - begin : VOCAB_CHUNK;
+        uint64_t number[VOCAB_CHUNK];
+        bool any = false;
+        for (int64_t i = 0; i < size; i++) {
+            number[i] = race.number(begin + i);
+            any |= number[i] >= least;
+        }
+        if (!any) continue;
+        float weight[VOCAB_CHUNK];
+        for (int64_t i = 0; i < size; i += LANES)
+            store(weight + i, weigh(load_part(c.x, begin + i, n), set1(best), set1(temperature)));
+        for (int64_t i = 0; i < size; i++)
+            if (weight[i] > 0.0f && number[i] >= race.least(weight[i])) race.enter(begin + i, c.x[begin + i], number[i]);
+    }
+    return race.winner;
+}
+
+int64_t draw_from_candidates(const SamplingScratch& c, int64_t count, Race race) {
+    for (int64_t i = 0; i < count; i++) {
+        const uint64_t number = race.number(c.id[i]);
+        if (number >= race.least(c.weight[i])) race.enter(c.id[i], c.value[i], number);
+    }
+    return race.winner;
+}
+
+int64_t pick(const SamplingScratch& c, int64_t n, const Filter& f, double u) {
+    const float best = maxima(c.x, n, c.chunk);
+    if (best == MINUS_INFINITY) return -1;
+    if (f.temperature == 0.0f) return first_equal(c.x, n, best);
+    const Race race(u, best, f.temperature);
+    const bool filtered = (f.top_k > 0 && f.top_k < n) || f.top_p < 1.0 || f.min_p > 0.0;
+    if (!filtered) return draw_from_all(c, n, best, f.temperature, race);
     double total;
-    const int64_t count = filter(c, n, f, u, total);
-    return count == 0 ? -1 : c.id[reach(c.value, c.weight, count, u * total, true, c.set)];
+    return draw_from_candidates(c, filter(c, n, f, best, total), race);
 }
 
 bool distribution(const SamplingScratch& c, int64_t n, const Filter& f, float* out) {
@@ -257,10 +344,12 @@ bool distribution(const SamplingScratch& c, int64_t n, const Filter& f, float* o
         if (best >= 0) out[best] = 1.0f;
         return best >= 0;
     }
+    const float best = maxima(c.x, n, c.chunk);
+    if (best == MINUS_INFINITY) return false;
     double total;
-    const int64_t count = filter(c, n, f, __builtin_inf(), total);
+    const int64_t count = filter(c, n, f, best, total);
     for (int64_t i = 0; i < count; i++) out[c.id[i]] = float(double(c.weight[i]) / total);
-    return count > 0;
+    return true;
 }
 
 // ---- log-probabilities ----

@@ -3,6 +3,9 @@
 // Nothing is ever sorted. "The first tokens in order" (by count or by probability mass) are found
 // by radix selection on the bits of the logits, and bounds from maxima per chunk of the vocabulary
 // keep almost every token out of it. Order: descending logit, ties by lower id.
+//
+// A token is drawn by an exponential race keyed by token id: what a token draws depends on the row's
+// random number and its id alone, so that similar distributions mostly draw the same token.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +32,7 @@ struct SamplingKernels {
     bool (*copy)(const float* in, int64_t n, float* out);  // false when something is NaN
     // Excludes tokens whose bit is not set.
     void (*mask)(float* x, int64_t n, const uint32_t* words);
-    // A token for u in [0, 1); -1 when every token is excluded.
+    // A token for the random number u; -1 when every token is excluded.
     int64_t (*pick)(const SamplingScratch&, int64_t n, const Filter&, double u);
     // The probabilities that pick draws from; false when every token is excluded.
     bool (*distribution)(const SamplingScratch&, int64_t n, const Filter&, float* out);

@@ -310,7 +310,7 @@ void bind_sampling(nb::module_& m) {
         .def("unobserve", &Sampler::unobserve, "ids"_a, "Takes back what was observed.");
     nb::borrow<nb::class_<Cpu>>(m.attr("Cpu"))
         .def("sample", &sample, "logits"_a, "rows"_a, "samplers"_a, "uniforms"_a, "masks"_a.none() = nb::none(),
-             "One token for each of the rows, drawn with its sampler and its uniform number in [0, 1).")
+             "One token for each of the rows, drawn with its sampler and its random number in [0, 1).")
         .def("probabilities", &probabilities, "logits"_a, "rows"_a, "samplers"_a, "masks"_a.none() = nb::none(),
              "The distributions that sample draws from.")
         .def("argmax", &argmax, "logits"_a, "The most likely token of each row.")
