@@ -394,7 +394,9 @@ def race(tokens: NDArray[np.int64], p: NDArray[np.float64], u: float) -> NDArray
     """Scores in an exponential race: p / -log(u_i), with u_i hashed from u and the token's id."""
     key = _mix(np.array([u]).view(np.uint64))
     number = _mix(key + (tokens + 1).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
-    return p / -np.log((number >> np.uint64(11) | np.uint64(1)) * 2.0**-53)
+    u_i = (number >> np.uint64(11) | np.uint64(1)).astype(np.float64) * 2.0**-53
+    score: NDArray[np.float64] = p / -np.log(u_i)
+    return score
 
 
 def sample(x: Floats, sampling: Sampling, u: float) -> int:

@@ -219,14 +219,10 @@ int64_t filter(const SamplingScratch& c, int64_t n, const Filter& f, float best,
         total = weigh_candidates(c, count, best, f.temperature);
     } else if (f.top_p < 1.0) {
         count = collect_mass(c, n, best, f.temperature, f.top_p, total);
-    } else if (f.min_p > 0.0) {
-        const float depth = float(-log(f.min_p)) * 1.001f + 0.001f;
+    } else {
+        const float depth = float(-log(f.min_p)) * 1.001f + 0.001f;  // infinite without min_p
         count = collect(c, c.x, n, best - depth * f.temperature);
         total = weigh_candidates(c, count, best, f.temperature);
-    } else {
-        count = collect(c, c.x, n, MINUS_INFINITY);
-        total = weigh_candidates(c, count, best, f.temperature);
-        return count;
     }
     if (f.top_p < 1.0) count = cut(c, count, reach(c.value, c.weight, count, f.top_p * total, c.set));
     total = 0.0;
@@ -266,7 +262,7 @@ class Race {
     // With a smaller number a token of at most this weight loses: as -log(u) >= 1 - u, its score is
     // at most weight / (1 - u). This spares almost every token the logarithm.
     uint64_t least(float weight) const {
-        const double room = double(weight) * reach_;
+        const double room = double(weight) * units_per_weight_;
         return room < UNITS ? uint64_t(UNITS) - uint64_t(room) - 1 : 0;
     }
 
@@ -276,7 +272,7 @@ class Race {
         if (score < score_ || (score == score_ && id > winner)) return;
         score_ = score;
         winner = id;
-        reach_ = UNITS * SLACK / score;
+        units_per_weight_ = UNITS * SLACK / score;
     }
 
     int64_t winner = -1;
@@ -287,7 +283,7 @@ class Race {
 
     uint64_t key_;
     float best_, temperature_;
-    double score_ = 0.0, reach_ = __builtin_inf();
+    double score_ = 0.0, units_per_weight_ = __builtin_inf();
 };
 
 // A draw from all tokens. The maximum of a chunk bounds the weights in it, so that only chunks with
@@ -312,8 +308,10 @@ int64_t draw_from_all(const SamplingScratch& c, int64_t n, float best, float tem
         float weight[VOCAB_CHUNK];
         for (int64_t i = 0; i < size; i += LANES)
             store(weight + i, weigh(load_part(c.x, begin + i, n), set1(best), set1(temperature)));
-        for (int64_t i = 0; i < size; i++)
-            if (weight[i] > 0.0f && number[i] >= race.least(weight[i])) race.enter(begin + i, c.x[begin + i], number[i]);
+        for (int64_t i = 0; i < size; i++) {
+            if (weight[i] == 0.0f || number[i] < race.least(weight[i])) continue;
+            race.enter(begin + i, c.x[begin + i], number[i]);
+        }
     }
     return race.winner;
 }
