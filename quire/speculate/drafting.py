@@ -135,7 +135,19 @@ class Round:
                 drafts[one.sequence] = draft
                 if draft.tokens or draft.branches:
                     self._wanted.append(one)
-        self.plan = self._with(drafts, exit_after)
+        plan = self._with(drafts, exit_after)
+        if self._memory.fits(plan.counts()):
+            self.plan = plan
+        else:
+            self._go_without()
+
+    def _go_without(self) -> None:
+        """Drafts that were made took what the step itself needs, of a budget that both share."""
+        self._cancel()
+        self._sources, self._wanted = [], []
+        while not self._memory.fits(self.plan.counts()):
+            if not (self._drafting.give_way() or self._drafting.room.evict_one()):
+                return
 
     def _fits(self, wanted: list[Wanted]) -> bool:
         more = {w.sequence.id: w.n for w in wanted}

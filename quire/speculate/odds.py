@@ -210,6 +210,6 @@ def lengths(choices: Seq[Choice], n_tokens: int, n_gain: int, costs: Costs) -> l
 def _probe_price(choice: Choice, n_tokens: int, costs: Costs) -> float:
     """How much longer a step takes with a short draft, in steps without."""
     plain = costs.of(n_tokens)
-    drafting = choice.seconds_at_all + _PROBE * choice.seconds_per_token
+    drafting = choice.seconds_at_all + choice.seconds_once + _PROBE * choice.seconds_per_token
     longer = costs.of(n_tokens + _PROBE + choice.extra) - plain + drafting
     return longer / plain if plain else 0.0
