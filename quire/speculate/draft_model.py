@@ -11,14 +11,14 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 
 from quire.engine.constrain import Constrainer, Vocabulary
 from quire.engine.sequence import Accepted, Sequence
 from quire.engine.walk import Line, walk
-from quire.errors import OutOfMemory, RequestError
+from quire.errors import OutOfMemory, PagesError, RequestError
 from quire.memory.budget import Budget
 from quire.memory.interface import Lease, SeqTokens
 from quire.speculate.interface import Draft, Drafter, Offer, Source, Speculator, Target, Wanted
@@ -58,6 +58,7 @@ class DraftModel(Speculator):
         # It belongs to the draft model, so that the other keeps nothing of it alive.
         source = engine.sources.setdefault(Follower, Follower(engine))
         assert isinstance(source, Follower)
+        source.close_orphans()
         source.check_vocabulary(target.constrainer)
         return DraftModelDrafter(source, sequence, self.most)
 
@@ -101,6 +102,14 @@ class DraftModelDrafter(Drafter):
 
 
 @dataclass(frozen=True)
+class Followed:
+    """What follows one of a target's sequences."""
+
+    own: Sequence
+    odds: Odds
+
+
+@dataclass(frozen=True)
 class Part:
     """One sequence's draft in the open lease."""
 
@@ -118,7 +127,9 @@ class Follower(Source):
         self.elder = Odds(_START)
         self._engine = engine
         self._checked: WeakSet[Constrainer] = WeakSet()
-        self._own: dict[Sequence, Sequence] = {}
+        # Who drops a target without closing it must not find its sequences here.
+        self._followed: WeakKeyDictionary[Sequence, Followed] = WeakKeyDictionary()
+        self._opened: list[Sequence] = []
         self._seconds_per_read = 0.0
         self._lease: Lease | None = None
         self._parts: dict[Sequence, Part] = {}
@@ -135,20 +146,29 @@ class Follower(Source):
 
     def seconds_behind(self, sequence: Sequence) -> float:
         """What it takes to catch up with a sequence that was not followed for a while."""
-        own = self._own.get(sequence)
-        behind = len(sequence.tokens) - (own.computed if own else 0)
+        followed = self._followed.get(sequence)
+        behind = len(sequence.tokens) - (followed.own.computed if followed else 0)
         return behind * self._seconds_per_read if behind > _BEHIND else 0.0
 
     def leave(self, sequence: Sequence) -> None:
         """A target's sequence is no longer followed."""
-        own = self._own.pop(sequence, None)
-        if own and not self._engine.closed:
-            self._engine.close(own)
+        if self._followed.pop(sequence, None):
+            self.close_orphans()
+
+    def close_orphans(self) -> None:
+        """Ends those of its own sequences that follow nobody any more."""
+        following = [followed.own for followed in self._followed.values()]
+        orphans = [own for own in self._opened if own not in following]
+        self._opened = following
+        if not self._engine.closed:
+            for own in orphans:
+                self._engine.close(own)
 
     def draft(self, wanted: Seq[Wanted]) -> list[Draft]:
         """All of them, or none where the draft model has no room."""
         try:
-            own = [self._caught_up(one.sequence) for one in wanted]
+            self.close_orphans()
+            own = [self._caught_up(one) for one in wanted]
             return self._drafts(wanted, own)
         except OutOfMemory:
             self.cancel()
@@ -174,15 +194,17 @@ class Follower(Source):
         self.seconds_at_all = smooth(self.seconds_at_all, perf_counter() - start - walked.seconds)
         return [Draft(tuple(draft)) for draft in walked.drafts]
 
-    def _caught_up(self, sequence: Sequence) -> Sequence:
+    def _caught_up(self, wanted: Wanted) -> Sequence:
         """The sequence that follows, with all of the target's tokens and few left to compute."""
-        engine = self._engine
-        if sequence not in self._own:
-            own = self._own[sequence] = engine.open(sequence.salt)
+        engine, sequence = self._engine, wanted.sequence
+        if sequence not in self._followed:
+            own = engine.open(sequence.salt)
+            self._opened.append(own)
+            self._followed[sequence] = Followed(own, wanted.offer.odds)
             own.tokens.extend(sequence.tokens)
             engine.prefix.enter(own, ())
-        own = self._own[sequence]
-        engine.hold(own)
+        own = self._followed[sequence].own
+        self._bring_back(own)
         own.tokens.extend(sequence.tokens[len(own.tokens) :])
         while own.pending > _BEHIND:
             count = min(own.pending - 1, engine.scheduler.max_tokens)
@@ -195,6 +217,17 @@ class Follower(Source):
             now = (perf_counter() - start) / count
             self._seconds_per_read = smooth(self._seconds_per_read, now)
         return own
+
+    def _bring_back(self, own: Sequence) -> None:
+        """Back from a tier, where there is room: no request gives way to a draft."""
+        engine = self._engine
+        while own.parked:
+            if engine.memory.fits([(own.id, 1)]):
+                engine.room.bring_back(own)
+            elif not engine.prefix.evict_one():
+                raise PagesError("there is no room to go on with a draft")
+        if own.given_up:
+            engine.room.start_over(own)
 
     def _reserved(self, entries: list[SeqTokens]) -> Lease:
         """Room in the draft model's memory; what it has cached gives way."""
@@ -229,12 +262,14 @@ class Follower(Source):
 
     def give_way(self, budget: Budget) -> bool:
         """Drops what is cached, then what follows the targets: it can be computed again."""
-        if self._engine.budget.whole is not budget.whole:
+        if self._engine.closed or self._engine.budget.whole is not budget.whole:
             return False
         if self._engine.prefix.evict_one():
             return True
-        for own in self._own.values():
+        for followed in self._followed.values():
+            own = followed.own
             if own.computed and not own.parked:
+                followed.odds.put_off()  # or it would take the same room again at once
                 self._engine.room.give_up(own)
                 return True
         return False

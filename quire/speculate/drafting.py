@@ -135,6 +135,8 @@ class Round:
                 drafts[one.sequence] = draft
                 if draft.tokens or draft.branches:
                     self._wanted.append(one)
+                else:
+                    one.offer.odds.put_off()
         plan = self._with(drafts, exit_after)
         if self._memory.fits(plan.counts()):
             self.plan = plan
@@ -144,6 +146,8 @@ class Round:
     def _go_without(self) -> None:
         """Drafts that were made took what the step itself needs, of a budget that both share."""
         self._cancel()
+        for one in self._wanted:
+            one.offer.odds.put_off()
         self._sources, self._wanted = [], []
         while not self._memory.fits(self.plan.counts()):
             if not (self._drafting.give_way() or self._drafting.room.evict_one()):
@@ -187,10 +191,13 @@ class Round:
         if all(e.ends and e.count == 1 for e in self.plan.entries):
             self._drafting.costs.add(self.plan.n_tokens, verified - drafted - inside)
         asked = {w.sequence: w for w in self._wanted}
+        lengths = {e.sequence: len(e.draft) for e in self.plan.entries}
         for one in accepted:
             wanted, stats = asked.get(one.sequence), one.sequence.speculation
             if wanted and stats:
-                wanted.offer.odds.learn(wanted.n, min(one.agreed, wanted.n))
+                # Lookahead with an empty pool drafts nothing, which is as good as wrong.
+                drafted_n = lengths[one.sequence] or wanted.n
+                wanted.offer.odds.learn(drafted_n, min(one.agreed, drafted_n))
                 stats.rounds += 1
                 stats.drafted += one.drafted
                 stats.accepted += one.agreed

@@ -36,6 +36,7 @@ class Odds:
         self._burst = burst
         self._trying = 0  # steps of a burst that are left
         self._pause = 0  # steps that it is not asked
+        self._put_off = _FIRST_PROBE // 2  # steps of the last pause for want of room
         self._rest: int = elder._rest if elder else 0  # steps since the last draft
         self._probe_after: int = elder._probe_after if elder else _FIRST_PROBE
 
@@ -75,6 +76,11 @@ class Odds:
         self._pause -= 1
         self._rest += 1
         return True
+
+    def put_off(self) -> None:
+        """There was no room for a draft: it is not asked for some steps, each time for more."""
+        self._put_off = min(2 * self._put_off, _LAST_PROBE)
+        self._pause = self._put_off
 
     def rested(self, price: float) -> bool:
         """A step goes without a draft of this kind; True where it is time to try one again.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
 
 import quire
-from quire.errors import QuireError
 from tests import tiny
 from tests.speculation import always, pages_held
 
@@ -39,3 +39,65 @@ def test_any_budget_that_will_do_without_drafts_will_do_with_them(always, path, 
             rounds += sum(c.speculation.rounds for c in got if c.speculation)
             assert pages_held(llm) == pages_held(draft) == 0
     assert rounds > 0
+
+
+def test_what_gave_way_is_not_computed_again_every_few_steps(always, path) -> None:
+    """Whatever the budget, a draft model computes each token a few times at most."""
+    prompts = [[5] * 100, [6] * 90, [7] * 40]
+    with quire.load(path) as roomy:
+        weights = 2 * roomy.budget.breakdown["weights"]
+    for more in (144_000, 186_000, 228_000, 264_000, 288_000, 330_000):
+        with (
+            quire.load(path, memory_budget=weights + more) as llm,
+            quire.load(path, beside=llm) as draft,
+        ):
+            llm.generate(prompts, max_tokens=100, ignore_eos=True, speculate=draft)
+            assert draft.engine.runner.tokens_run < 2 * 530
+
+
+def test_drafts_take_nothing_from_requests_of_the_draft_model(always, path) -> None:
+    """Neither where its follower was parked nor where it has to be computed."""
+    for tokens in (224, 240, 256):
+        with (
+            quire.load(path) as llm,
+            quire.load(path, kv_cache_tokens=tokens, swap_space="1GiB") as draft,
+        ):
+            preempted: list[int] = []
+            take = draft.engine.room.preempt
+
+            def preempt(sequence, take=take, preempted=preempted) -> bool:
+                preempted.append(sequence.id)
+                return take(sequence)
+
+            draft.engine.room.preempt = preempt
+            drafted = llm.stream([5] * 60, max_tokens=100, ignore_eos=True, speculate=draft)
+            own = [draft.stream([i] * 50, max_tokens=60, ignore_eos=True) for i in (1, 2)]
+            pieces = [iter(stream) for stream in (drafted, *own)]
+            for _ in range(100):
+                for one in pieces:
+                    next(one, None)
+            assert preempted == []
+            assert [len(s.completion.token_ids) for s in (drafted, *own)] == [100, 60, 60]
+
+
+def test_a_model_that_is_dropped_leaves_nothing_in_its_draft_model(always, path) -> None:
+    with quire.load(path) as draft:
+        for _ in range(2):
+            llm = quire.load(path)
+            stream = llm.stream([5] * 60, max_tokens=20, ignore_eos=True, speculate=draft)
+            pieces = iter(stream)
+            next(pieces), next(pieces)
+            assert len(draft.engine._sequences) == 1
+            del llm, stream, pieces
+            gc.collect()
+
+
+def test_a_closed_draft_model_has_nothing_to_give(always, path) -> None:
+    with quire.load(path) as llm:
+        draft = quire.load(path, beside=llm)
+        stream = llm.stream([5] * 60, max_tokens=40, ignore_eos=True, speculate=draft)
+        pieces = iter(stream)
+        next(pieces), next(pieces), next(pieces)
+        draft.close()
+        assert llm.engine.drafting.give_way() is False
+        assert len(list(pieces)) > 0
