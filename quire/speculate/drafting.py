@@ -91,9 +91,9 @@ class Round:
         choices = [
             Choice(
                 o.odds, o.most, o.source.seconds_per_token, o.source.seconds_at_all, o.source,
-                o.extra, o.seconds_once,
+                o.extra, o.seconds_once, e.sequence,
             )
-            for _, o in offers
+            for e, o in offers
         ]  # fmt: skip
         n_tokens = self.plan.n_tokens
         chosen = lengths(choices, n_tokens, ending, self._drafting.costs)
@@ -101,7 +101,7 @@ class Round:
         wanted: list[Wanted] = []
         for (entry, offer), n in zip(offers, chosen, strict=True):
             n = min(n, room - offer.extra)
-            if n > 0:
+            if n > 0 and all(w.sequence is not entry.sequence for w in wanted):
                 wanted.append(Wanted(entry.sequence, offer, n))
                 room -= n + offer.extra
         self._propose(wanted)
@@ -112,8 +112,8 @@ class Round:
         assert generation is not None
         room = self._memory.room_for_draft(entry.sequence.id) - entry.count
         most = min(generation.left - 1, room, MOST_TOKENS)
-        offer = drafter.offer(entry.sequence, most) if most > 0 else None
-        return [offer] if offer and not offer.odds.pauses() else []
+        offers = drafter.offers(entry.sequence, most) if most > 0 else []
+        return [offer for offer in offers if not offer.odds.pauses()]
 
     def _propose(self, wanted: list[Wanted]) -> None:
         """Has the drafts made, and takes those that fit; nobody gives way for a draft."""

@@ -1,21 +1,18 @@
-"""Several ways to draft, in turn: n-grams where they are likely, else somebody who always can."""
+"""Several ways to draft: n-grams where they are likely, else somebody who always can."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Final
 
 from quire.engine.sequence import Sequence
 from quire.errors import RequestError
 from quire.speculate.interface import Drafter, Offer, Speculator, Target
 
-_SURE: Final = 0.5  # chance of the first token from which on nobody else is asked
-
 
 @dataclass(frozen=True, init=False)
 class FirstOf(Speculator):
-    """The first that is likely to be right, or else the last that has anything to say."""
+    """In each step, whichever gains most; the first of those that gain the same."""
 
     ways: tuple[Speculator, ...]
 
@@ -38,19 +35,14 @@ class FirstOf(Speculator):
 
 
 class FirstOfDrafter(Drafter):
-    """Asks one after the other."""
+    """Asks them all."""
 
     def __init__(self, drafters: Seq[Drafter]) -> None:
         self._drafters = drafters
 
-    def offer(self, sequence: Sequence, most: int) -> Offer | None:
-        """Of the first that is sure enough; of the last otherwise."""
-        found: Offer | None = None
-        for drafter in self._drafters:
-            found = drafter.offer(sequence, most) or found
-            if found and found.odds.reach(1)[0] >= _SURE:
-                break
-        return found
+    def offers(self, sequence: Sequence, most: int) -> list[Offer]:
+        """What each of them offers."""
+        return [offer for drafter in self._drafters for offer in drafter.offers(sequence, most)]
 
     def close(self) -> None:
         """Ends them all."""

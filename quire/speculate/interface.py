@@ -123,6 +123,11 @@ class Drafter:
         """What it could draft now, at most so many tokens; None for nothing."""
         raise NotImplementedError
 
+    def offers(self, sequence: Sequence, most: int) -> list[Offer]:
+        """All that it could draft, of which one is taken; of equal ones, the first."""
+        offer = self.offer(sequence, most)
+        return [offer] if offer else []
+
     def close(self) -> None:
         """The generation is over; whatever was kept for it goes."""
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 _FADE = 0.93  # what a draft of long ago still counts, per draft since
@@ -77,6 +78,10 @@ class Odds:
         self._rest += 1
         return True
 
+    def pause(self) -> None:
+        """It would not have paid just now."""
+        self._pause = _PAUSE
+
     def put_off(self) -> None:
         """There was no room for a draft: it is not asked for some steps, each time for more."""
         self._put_off = min(2 * self._put_off, _LAST_PROBE)
@@ -94,7 +99,6 @@ class Odds:
         if self._elder:
             self._elder._rest = self._rest
         if self._rest <= self._burst * max(self._probe_after, price * _PROBE_PRICE):
-            self._pause = _PAUSE
             return False
         self._rest, self._trying = 0, self._burst - 1
         self._probe_after = min(2 * self._probe_after, _LAST_PROBE)
@@ -175,18 +179,26 @@ class Choice:
     """Tokens that come along with any draft."""
     seconds_once: float = 0.0
     """What the first draft costs and later ones do not."""
+    sequence: object = field(default_factory=object)
+    """Of several choices for one sequence, one is taken."""
+
+    def seconds(self, n: int) -> float:
+        """What drafting so many tokens takes."""
+        return self.seconds_at_all + n * self.seconds_per_token + self.seconds_once / _LASTS
 
 
 def lengths(choices: Seq[Choice], n_tokens: int, n_gain: int, costs: Costs) -> list[int]:
     """How far each is to draft, so that a step of `n_tokens` gains most tokens per second.
 
     `n_gain` is what the step gains anyway. The likeliest token is added first, whoever's it is.
+    Where a sequence has several choices, the one that would gain most alone is taken.
     """
     if costs.stale(n_tokens):
         return [0] * len(choices)
+    contenders = dict(_contenders(choices, n_tokens, n_gain, costs))
     ladder = [
         (reach, -place, who)
-        for who, choice in enumerate(choices)
+        for who, choice in contenders.items()
         for place, reach in enumerate(choice.odds.reach(choice.most), 1)
     ]
     ladder.sort(reverse=True)
@@ -201,16 +213,43 @@ def lengths(choices: Seq[Choice], n_tokens: int, n_gain: int, costs: Costs) -> l
         taken[who] = -place
         n_tokens += 1 + (choice.extra if place == -1 else 0)
         gain += reach
-        seconds = choice.seconds_at_all - place * choice.seconds_per_token
-        seconds += choice.seconds_once / _LASTS
-        drafting[choice.source] = max(drafting.get(choice.source, 0.0), seconds)
+        seconds = max(drafting.get(choice.source, 0.0), choice.seconds(-place))
+        drafting[choice.source] = seconds
         rate = gain / max(costs.of(n_tokens) + sum(drafting.values()), 1e-9)
         if rate > best_rate:
             best, best_rate = list(taken), rate
     for who, choice in enumerate(choices):
-        if best[who] == 0 and choice.odds.rested(_probe_price(choice, start, costs)):
+        if best[who]:
+            continue
+        if choice.odds.rested(_probe_price(choice, start, costs)):
+            for other, rival in enumerate(choices):
+                if rival.sequence == choice.sequence:
+                    best[other] = 0
             best[who] = min(_PROBE, choice.most)
+        elif who in contenders:
+            choice.odds.pause()
     return best
+
+
+def _contenders(
+    choices: Seq[Choice], n_tokens: int, n_gain: int, costs: Costs
+) -> Iterable[tuple[int, Choice]]:
+    """The best choice of each sequence, by what it would gain if nobody else drafted."""
+    by_sequence: dict[object, list[tuple[int, Choice]]] = {}
+    for who, choice in enumerate(choices):
+        by_sequence.setdefault(choice.sequence, []).append((who, choice))
+
+    def rate(found: tuple[int, Choice]) -> float:
+        _, choice = found
+        gains = accumulate(choice.odds.reach(choice.most), initial=float(n_gain))
+        next(gains)
+        return max(
+            gain / max(costs.of(n_tokens + n + choice.extra) + choice.seconds(n), 1e-9)
+            for n, gain in enumerate(gains, 1)
+        )
+
+    for found in by_sequence.values():
+        yield found[0] if len(found) == 1 else max(found, key=rate)
 
 
 def _probe_price(choice: Choice, n_tokens: int, costs: Costs) -> float:

@@ -330,6 +330,60 @@ def test_a_batch_drafts_for_those_who_are_sure() -> None:
     assert chosen[0] == 6 and chosen[1] == 0 and 0 < chosen[2] < 6
 
 
+def test_of_several_ways_the_one_that_gains_most_is_taken() -> None:
+    prices = costs(*[1 + 0.05 * i for i in range(20)])
+
+    def chosen(*ways: tuple[float, float]) -> list[bool]:
+        choices = [Choice(Odds(p), 6, each, 0.0, each, sequence="s") for p, each in ways]
+        return [n > 0 for n in lengths(choices, 1, 1, prices)]
+
+    assert chosen((0.9, 0.0), (0.9, 0.2)) == [True, False]
+    assert chosen((0.1, 0.0), (0.9, 0.1)) == [False, True]
+    assert chosen((0.8, 0.0), (0.8, 0.0)) == [True, False]
+    assert chosen((0.1, 0.1), (0.2, 0.5)) == [False, False]
+
+
+def test_a_way_that_was_passed_over_is_tried_again() -> None:
+    """N-grams that failed come back when they are right, though another way does well."""
+    ngrams, other = Odds(0.95), Odds(0.7)
+    for _ in range(12):
+        ngrams.learn(2, 0)
+    prices = costs(*[1 + 0.05 * i for i in range(20)])
+    taken = []
+    for _ in range(400):
+        ways = [(ngrams, 0.0), (other, 0.2)]
+        asked = [(odds, each) for odds, each in ways if not odds.pauses()]
+        choices = [Choice(odds, 6, each, 0.0, each, sequence="s") for odds, each in asked]
+        found = [
+            (odds, n)
+            for (odds, _), n in zip(asked, lengths(choices, 1, 1, prices), strict=True)
+            if n
+        ]
+        assert len(found) <= 1
+        for odds, n in found:
+            odds.learn(n, n if odds is ngrams else min(n, 2))
+            prices.add(1 + n, 1 + 0.05 * n)
+            taken.append(odds)
+        if not found:
+            prices.add(1, 1.0)
+    assert taken[0] is other
+    assert taken[-50:].count(ngrams) > 40
+
+
+def test_a_probe_that_has_to_catch_up_first_is_dear() -> None:
+    prices = costs(1.0, 1.1, 1.2)
+
+    def steps_until_tried(once: float) -> int:
+        odds = Odds(0.05)
+        for step in range(10_000):
+            if lengths([Choice(odds, 2, 0.0, 0.0, "s", seconds_once=once)], 1, 1, prices)[0]:
+                return step
+            prices.add(1, 1.0)
+        return 10_000
+
+    assert steps_until_tried(50.0) > 1000 > steps_until_tried(0.0)
+
+
 @pytest.mark.parametrize(("price", "burst"), list(product((0.3, 3.0), (1, 4))))
 def test_what_does_not_pay_is_tried_ever_more_rarely(price: float, burst: int) -> None:
     """Over a long time, trying costs little; and what begins to pay is found out."""
