@@ -86,6 +86,10 @@ class Matcher:
         self._matcher.consume_token(token)
         self._raise_error()
 
+    def copy(self) -> Matcher:
+        """Another one that stands at the same place and goes its own way."""
+        return Matcher(self._matcher.deep_copy(), self._words * 32)
+
     @property
     def finished(self) -> bool:
         """Whether nothing but an end may follow."""

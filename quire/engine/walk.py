@@ -10,8 +10,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.engine.constrain import Matcher
 from quire.engine.sampling import sample
 from quire.engine.sequence import Generation
+from quire.errors import QuireError
 from quire.memory.interface import MicroBatch
 from quire.memory.layout import Int32
 from quire.models.registry import Model
@@ -56,7 +58,7 @@ def walk(
     """Computes `stop` layers of the tokens that are there, then of each drawn one in turn.
 
     A drawn token is put into its place in `ubatch.tokens`. It is drawn as the generation would
-    draw it, from what the output makes of those layers. `one_more` draws a token behind the last
+    draw it, within its constraint, from what the output makes of those layers. `one_more` draws a token behind the last
     place too, for which there is none.
     """
     counts = ubatch.counts
@@ -71,11 +73,12 @@ def walk(
     hidden[_rows(firsts, there)] = runner.ops.numpy(x)
     drafts: list[list[int]] = [[] for _ in lines]
     latest = {i: int(there[: line.row + 1].sum()) - 1 for i, line in enumerate(lines)}
+    matchers = [m.copy() if (m := line.generation.matcher) else None for line in lines]
     steps = 0
     try:
         while latest:
             steps += 1
-            _draw(runner, x, lines, latest, drafts)
+            _draw(runner, x, lines, latest, drafts, matchers)
             going = [i for i in latest if len(drafts[i]) <= lines[i].n]
             if not going:
                 break
@@ -96,16 +99,47 @@ def walk(
 
 
 def _draw(
-    runner: Runs, x: Array, lines: Seq[Line], latest: dict[int, int], drafts: list[list[int]]
-) -> None:
+    runner: Runs, x: Array, lines: Seq[Line], latest: dict[int, int], drafts: list[list[int]],
+    matchers: list[Matcher | None],
+) -> None:  # fmt: skip
     """The next token of each line, from its latest row."""
     rows = np.array(list(latest.values()), np.int32)
     logits = runner.model.logits(runner.ops.take_rows(x, rows))
     wanted = [(row, lines[i].generation, len(drafts[i])) for row, i in enumerate(latest)]
-    for i, drawn in zip(latest, sample(runner.ops, logits, wanted), strict=True):
+    masks = _masks(matchers, list(latest), runner.ops.numpy(logits).shape[1])
+    for i, drawn in zip(latest, sample(runner.ops, logits, wanted, masks), strict=True):
         token = drawn if isinstance(drawn, int) else 0  # whoever judges the draft meets the error
         drafts[i].append(token)
         lines[i].generation.sampler.observe(np.array([token], np.int32))
+        if matcher := matchers[i]:
+            matchers[i] = _moved_on(matcher, token, lines[i].generation)
+
+
+def _masks(
+    matchers: list[Matcher | None], which: list[int], n_vocab: int
+) -> NDArray[np.uint32] | None:
+    """Which tokens each line may draw, or None where no line is constrained."""
+    if not any(matchers[i] for i in which):
+        return None
+    masks = np.full((len(which), (n_vocab + 31) // 32), 2**32 - 1, np.uint32)
+    for mask, i in zip(masks, which, strict=True):
+        if matcher := matchers[i]:
+            try:
+                matcher.mask(mask)
+            except QuireError:  # the step itself will find out, if it gets here
+                mask[:], matchers[i] = 2**32 - 1, None
+    return masks
+
+
+def _moved_on(matcher: Matcher, token: int, generation: Generation) -> Matcher | None:
+    """The matcher behind a token; None where nothing is left to say."""
+    if token in generation.ends.ids:
+        return None
+    try:
+        matcher.consume(token)
+    except QuireError:
+        return None
+    return None if matcher.finished else matcher
 
 
 def _rows(firsts: Int32, counts: Int32) -> NDArray[np.intp]:

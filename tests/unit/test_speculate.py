@@ -89,6 +89,22 @@ def test_endings_are_the_same(always, pair, name: str, fields: dict[str, Any]) -
     assert outcome(drafted) == outcome(plain)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "constraint", [quire.Regex("[0-9a-f ]{60,}"), quire.Json({"type": "integer"})], ids=str
+)
+def test_a_model_drafts_within_the_constraint(always, path, constraint, temperature) -> None:
+    """The same model drafts what the model says, whatever it may say."""
+    fields = {"max_tokens": 40, "constraint": constraint, "temperature": temperature, "seed": 5}
+    with quire.load(path) as llm, quire.load(path, beside=llm) as draft:
+        plain = llm.generate(PROMPT, **fields)
+        done = llm.generate(PROMPT, **fields, speculate=draft)
+    assert outcome(done) == outcome(plain)
+    s = done.speculation
+    assert s is not None and s.rounds > 1
+    assert s.accepted > 0.9 * s.drafted
+
+
 @pytest.mark.parametrize("name", WAYS)
 def test_sampled_tokens_have_the_models_distribution(always, pair, name: str) -> None:
     """Chi-squared over all runs of three tokens, of which drafts propose the second and third."""
