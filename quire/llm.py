@@ -35,7 +35,7 @@ from quire.ops.cpu import CpuOps
 from quire.report import MemoryReport
 from quire.session import Session
 from quire.session_file import open_session
-from quire.speculate import DraftModel, by_name
+from quire.speculate import speculator
 from quire.speculate.interface import Speculator
 from quire.stream import Stream
 from quire.text.detokenize import Detokenizer
@@ -245,16 +245,7 @@ class LLM:
 
     def speculator(self, speculate: Speculate) -> Speculator | None:
         """Who drafts: by name, a loaded model, or as it is configured."""
-        if isinstance(speculate, LLM):
-            return DraftModel(speculate)
-        if isinstance(speculate, str):
-            return by_name(speculate)
-        if speculate is None or isinstance(speculate, Speculator):
-            return speculate
-        raise RequestError(
-            "speculate takes a name, a loaded model or an object of quire.speculate, not "
-            f"{speculate!r}"
-        )
+        return None if speculate is None else speculator(speculate)
 
     def tokens_of(self, prompt: Prompt, add_special: bool = True) -> list[int]:
         """A prompt's token ids."""

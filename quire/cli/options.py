@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import click
 
 import quire
 from quire.config import KV_TYPES
+from quire.errors import FetchError, RequestError
 from quire.llm import Speculate
-from quire.speculate import NAMES
+from quire.speculate import NAMES, EarlyExit, FirstOf, Ngram, NgramCache
+from quire.speculate.interface import Speculator
 from quire.types import Sampling
 
 _BAR_FROM = 256 * 1024**2  # a smaller file is loaded before a bar could be read
@@ -65,8 +68,9 @@ _SAMPLING = [
     click.option("--repeat-penalty", type=float, default=1.0, help="Above 1: repeat less."),
     click.option("--seed", type=int, help="Makes sampling repeatable."),
     click.option("--speculate", metavar="HOW",
-                 help="Draft tokens ahead: ngram, lookahead, early-exit, or a smaller model of "
-                 "the same vocabulary (as for --model). The output stays the same."),
+                 help="Draft tokens ahead: ngram, ngram:CACHEFILE, lookahead, early-exit, "
+                 "early-exit:LAYERS, or a smaller model of the same vocabulary (as for --model); "
+                 "several joined by +. The output stays the same."),
 ]  # fmt: skip
 
 
@@ -114,11 +118,36 @@ def load_from(options: dict[str, Any]) -> quire.LLM:
 @contextmanager
 def drafts_from(speculate: str | None, llm: quire.LLM) -> Iterator[Speculate]:
     """Who drafts for a model; a draft model is loaded beside it."""
-    if speculate is None or speculate in NAMES:
-        yield speculate
+    if speculate is None:
+        yield None
         return
-    with quire.load(speculate, beside=llm, threads=llm.settings.threads) as draft:
-        yield draft
+    parts = [speculate] if os.path.exists(speculate) else speculate.split("+")
+    with ExitStack() as stack:
+        ways = [_way(part, llm, stack) for part in parts]
+        yield ways[0] if len(ways) == 1 else FirstOf(*ways)
+
+
+def _way(how: str, llm: quire.LLM, stack: ExitStack) -> Speculator | quire.LLM:
+    """One part of --speculate."""
+    if how in NAMES:
+        return NAMES[how]
+    name, colon, setting = how.partition(":")
+    if colon and name == "ngram":
+        return Ngram(cache=NgramCache.load(setting))
+    if colon and name == "early-exit":
+        if not setting.isdecimal():
+            raise RequestError(f"--speculate {how}: {setting!r} is no number of layers")
+        return EarlyExit(int(setting))
+    try:
+        return stack.enter_context(quire.load(how, beside=llm, threads=llm.settings.threads))
+    except FetchError as error:
+        if name == "hf":
+            raise
+        raise RequestError(
+            f"--speculate has {how!r}, which is neither one of {', '.join(NAMES)}, "
+            "ngram:CACHEFILE, early-exit:LAYERS, nor a model: no file, folder or alias has this "
+            "name; several ways are joined by +"
+        ) from error
 
 
 def sampling_from(options: dict[str, Any], **fields: Any) -> Sampling:

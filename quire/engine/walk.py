@@ -58,8 +58,8 @@ def walk(
     """Computes `stop` layers of the tokens that are there, then of each drawn one in turn.
 
     A drawn token is put into its place in `ubatch.tokens`. It is drawn as the generation would
-    draw it, within its constraint, from what the output makes of those layers. `one_more` draws a token behind the last
-    place too, for which there is none.
+    draw it, within its constraint, from what the output makes of those layers. `one_more` draws
+    a token behind the last place too, for which there is none.
     """
     counts = ubatch.counts
     there = counts.copy()

@@ -21,7 +21,16 @@ from quire.engine.walk import Line, walk
 from quire.errors import OutOfMemory, PagesError, RequestError
 from quire.memory.budget import Budget
 from quire.memory.interface import Lease, SeqTokens
-from quire.speculate.interface import Draft, Drafter, Offer, Source, Speculator, Target, Wanted
+from quire.speculate.interface import (
+    Draft,
+    Drafter,
+    Offer,
+    Source,
+    Speculator,
+    Target,
+    Wanted,
+    check_whole,
+)
 from quire.speculate.odds import Odds, smooth
 
 if TYPE_CHECKING:
@@ -46,6 +55,13 @@ class DraftModel(Speculator):
     """Tokens of the longest draft."""
 
     def __post_init__(self) -> None:
+        from quire.llm import LLM
+
+        if not isinstance(self.llm, LLM):
+            raise RequestError(
+                f"DraftModel takes a loaded model, not {self.llm!r}; load it with quire.load"
+            )
+        check_whole("DraftModel's most", self.most)
         if self.most < 1:
             raise RequestError(f"DraftModel's most is {self.most}; a draft has at least 1 token")
 

@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from quire.engine.runner import Runner
 from quire.engine.sequence import Accepted, Sequence
 from quire.errors import RequestError
-from quire.speculate.interface import Draft, Drafter, Offer, Source, Speculator, Target, Wanted
+from quire.speculate.interface import (
+    Draft,
+    Drafter,
+    Offer,
+    Source,
+    Speculator,
+    Target,
+    Wanted,
+    check_whole,
+)
 from quire.speculate.odds import Odds, smooth
 
 _START = 0.6  # how sure a draft is taken to be at first
@@ -27,12 +36,19 @@ class EarlyExit(Speculator):
     """Tokens of the longest draft."""
 
     def __post_init__(self) -> None:
+        if self.layers is not None:
+            check_whole("EarlyExit's layers", self.layers)
+        check_whole("EarlyExit's most", self.most)
         if self.most < 1:
             raise RequestError(f"EarlyExit's most is {self.most}; a draft has at least 1 token")
 
     def start(self, target: Target, sequence: Sequence) -> Drafter:
         """A drafter; all that stop after the same layer work together."""
         n_layers = target.runner.model.n_layers
+        if n_layers < 2:
+            raise RequestError(
+                "early-exit drafts with some of a model's layers; this one has a single layer"
+            )
         layers = max(n_layers * 2 // 3, 1) if self.layers is None else self.layers
         if not 1 <= layers < n_layers:
             raise RequestError(

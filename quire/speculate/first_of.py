@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from quire.engine.sequence import Sequence
 from quire.errors import RequestError
+from quire.speculate.draft_model import Loaded
 from quire.speculate.interface import Drafter, Offer, Speculator, Target
+from quire.speculate.ways import speculator
 
 
 @dataclass(frozen=True, init=False)
@@ -16,10 +18,10 @@ class FirstOf(Speculator):
 
     ways: tuple[Speculator, ...]
 
-    def __init__(self, *ways: Speculator) -> None:
+    def __init__(self, *ways: Speculator | str | Loaded) -> None:
         if len(ways) < 2:
             raise RequestError(f"FirstOf takes two ways to draft or more, not {len(ways)}")
-        object.__setattr__(self, "ways", ways)
+        object.__setattr__(self, "ways", tuple(speculator(way) for way in ways))
 
     def start(self, target: Target, sequence: Sequence) -> Drafter:
         """A drafter of each kind."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from quire.engine.constrain import Constrainer
 from quire.engine.runner import Runner
 from quire.engine.sequence import Accepted, Sequence
+from quire.errors import RequestError
 from quire.memory.budget import Budget
 from quire.memory.interface import Memory
 from quire.speculate.odds import Odds
@@ -130,6 +131,12 @@ class Drafter:
 
     def close(self) -> None:
         """The generation is over; whatever was kept for it goes."""
+
+
+def check_whole(what: str, value: object) -> None:
+    """Refuses a setting that counts something and is no whole number."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise RequestError(f"{what} is {value!r}; it takes a whole number")
 
 
 class Speculator:

@@ -23,7 +23,16 @@ from quire.engine.scheduler import Branch
 from quire.engine.sequence import Accepted, Sequence
 from quire.errors import RequestError
 from quire.memory.interface import Memory
-from quire.speculate.interface import Draft, Drafter, Offer, Source, Speculator, Target, Wanted
+from quire.speculate.interface import (
+    Draft,
+    Drafter,
+    Offer,
+    Source,
+    Speculator,
+    Target,
+    Wanted,
+    check_whole,
+)
 from quire.speculate.odds import Odds
 
 _START = 0.3  # how sure a draft is taken to be at first
@@ -39,6 +48,8 @@ class Lookahead(Speculator):
     pool: int = 3
 
     def __post_init__(self) -> None:
+        for name in ("window", "ngram", "pool"):
+            check_whole(f"Lookahead's {name}", getattr(self, name))
         if not (1 <= self.window <= 16 and 2 <= self.ngram <= 8 and 1 <= self.pool <= 16):
             raise RequestError(
                 "Lookahead takes a window of 1 to 16, n-grams of 2 to 8 tokens and a pool of 1 to "

@@ -7,7 +7,14 @@ from typing import Final
 
 from quire.engine.sequence import Sequence
 from quire.errors import RequestError
-from quire.speculate.interface import Drafter, Offer, Speculator, Target, known_source
+from quire.speculate.interface import (
+    Drafter,
+    Offer,
+    Speculator,
+    Target,
+    check_whole,
+    known_source,
+)
 from quire.speculate.ngram_cache import NgramCache
 
 _LONGEST = 16  # tokens that a match is followed back
@@ -28,6 +35,12 @@ class Ngram(Speculator):
     cache: NgramCache | None = None
 
     def __post_init__(self) -> None:
+        for name in ("max_n", "min_n", "most"):
+            check_whole(f"Ngram's {name}", getattr(self, name))
+        if self.cache is not None and not isinstance(self.cache, NgramCache):
+            raise RequestError(
+                f"Ngram's cache is {self.cache!r}; it takes what NgramCache.load or .build returns"
+            )
         if not 1 <= self.min_n <= self.max_n <= _LONGEST:
             raise RequestError(
                 f"Ngram needs 1 <= min_n <= max_n <= {_LONGEST}, not {self.min_n} and {self.max_n}"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from quire.errors import ModelError, RequestError
+from quire.errors import FileError, ModelError, RequestError
 
 _MAGIC = b"quire n-grams 1\n"
 _HEADER = struct.Struct("<IIQI")  # vocabulary, n, entries, CRC-32 of what follows
@@ -65,7 +65,10 @@ class NgramCache:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> NgramCache:
         """Reads a file; one that is cut, changed or something else is refused."""
-        raw = Path(path).read_bytes()
+        try:
+            raw = Path(path).read_bytes()
+        except OSError as error:
+            raise FileError(f"{path}: the n-gram cache cannot be read: {error.strerror}") from error
         start = len(_MAGIC) + _HEADER.size
         if not raw.startswith(_MAGIC) or len(raw) < start:
             raise ModelError(f"{path}: this is no n-gram cache")

@@ -13,13 +13,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
 import quire
-from quire.errors import ModelError, RequestError
+from quire.cli import main
+from quire.errors import FileError, ModelError, RequestError
 from quire.llm import Speculate
-from quire.speculate import DraftModel, EarlyExit, FirstOf, Lookahead, Ngram, NgramCache
+from quire.speculate import NAMES, DraftModel, EarlyExit, FirstOf, Lookahead, Ngram, NgramCache
 from quire.speculate.ngram import Index, sequel
 from quire.speculate.odds import Choice, Costs, Odds, lengths
 from tests import tiny
@@ -39,7 +41,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def draft_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model without its last layer: it often says the same."""
+    """The same model once more; it is loaded without its last layer where it shall be wrong."""
     made = tmp_path_factory.mktemp("model") / "draft.gguf"
     tiny.write(made, tiny.Tiny(context=256, layers=3))
     return made
@@ -214,10 +216,40 @@ def test_what_cannot_be_is_refused(pair, path, tmp_path) -> None:
         Lookahead(window=0)
     with pytest.raises(RequestError, match="two"):
         FirstOf(Ngram())
+    for wrong in ({"max_n": 2.5}, {"most": "4"}, {"cache": "file"}):
+        with pytest.raises(RequestError, match=f"Ngram's {next(iter(wrong))}"):
+            Ngram(**wrong)
+    for wrong in (1.5, "2", True):
+        with pytest.raises(RequestError, match="EarlyExit's layers"):
+            EarlyExit(wrong)
+    with pytest.raises(RequestError, match="Lookahead's pool"):
+        Lookahead(pool=1.5)
+    with pytest.raises(RequestError, match=r"some.gguf.*quire.load"):
+        DraftModel("some.gguf")
+    with pytest.raises(RequestError, match="no-such-way"):
+        FirstOf("ngram", "no-such-way")
+    with pytest.raises(FileError, match="missing"):
+        NgramCache.load(tmp_path / "missing")
     with pytest.raises(RequestError, match="vocabulary of 7"):
         llm.generate("x", speculate=Ngram(cache=NgramCache.build([], 7)))
     with pytest.raises(RequestError, match="memory_budget"):
         quire.load(path, beside=llm, memory_budget="1GiB")
+
+
+def test_several_ways_are_named_like_one(pair) -> None:
+    _, draft = pair
+    assert FirstOf("ngram", EarlyExit(1)).ways == (Ngram(), EarlyExit(1))
+    drafts = FirstOf("lookahead", draft).ways[1]
+    assert isinstance(drafts, DraftModel) and drafts.llm is draft
+
+
+def test_a_model_of_one_layer_has_no_early_exit(tmp_path) -> None:
+    tiny.write(tmp_path / "one.gguf", tiny.Tiny(context=64, layers=1))
+    with (
+        quire.load(tmp_path / "one.gguf") as llm,
+        pytest.raises(RequestError, match="single layer"),
+    ):
+        llm.generate("x", speculate="early-exit")
 
 
 def test_a_model_does_not_keep_its_draft_model_alive(always, path, draft_path) -> None:
@@ -440,17 +472,36 @@ def test_costs_move_with_the_machine() -> None:
     assert made.stale(3)
 
 
-def test_speculation_in_json(pair, path) -> None:
-    from click.testing import CliRunner
-
-    from quire.cli import main
-
+def test_speculation_in_json(always, pair, path, tmp_path) -> None:
     words = ["run", "abcabcabcabc", "--raw", "-m", str(path), "-n", "30", "--json"]
     plain = json.loads(CliRunner().invoke(main, words).stdout)
-    for name in ("ngram", "lookahead", "early-exit", str(path)):
-        made = json.loads(CliRunner().invoke(main, [*words, "--speculate", name]).stdout)
+    llm, _ = pair
+    text = [*llm.encode("abcabcabcabc"), *plain["token_ids"]]
+    NgramCache.build([text] * 2, llm.tokenizer.n_vocab).save(tmp_path / "ngrams")
+    for how in (
+        "ngram", "lookahead", "early-exit", "early-exit:1", f"ngram:{tmp_path / 'ngrams'}",
+        str(path), "ngram+early-exit", f"ngram+{path}",
+    ):  # fmt: skip
+        made = json.loads(CliRunner().invoke(main, [*words, "--speculate", how]).stdout)
         assert made["token_ids"] == plain["token_ids"]
-        assert made["speculation"]["rounds"] >= 0
+        assert made["speculation"]["rounds"] > 0
     assert plain["speculation"] is None
-    wrong = CliRunner().invoke(main, [*words, "--speculate", "no-such-way"])
-    assert wrong.exit_code != 0 and "no-such-way" in wrong.output
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("no-such-way", "'no-such-way'"),
+        ("ngram+erly-exit", "'erly-exit'"),
+        ("ngram+", "''"),
+        ("early-exit:two", "'two'"),
+        ("early-exit:3", "1 to 2"),
+        ("ngram:no-such-file", "no-such-file: the n-gram cache cannot be read"),
+    ],
+)
+def test_a_wrong_word_on_the_command_line_is_named(path, how: str, said: str) -> None:
+    words = ["run", "abc", "--raw", "-m", str(path), "--speculate", how]
+    wrong = CliRunner().invoke(main, words)
+    assert wrong.exit_code != 0 and said in wrong.output
+    if said[1:-1] in ("no-such-way", "erly-exit", ""):
+        assert all(name in wrong.output for name in NAMES)
