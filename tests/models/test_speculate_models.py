@@ -11,7 +11,7 @@ import pytest
 
 import quire
 from quire.llm import Speculate
-from quire.speculate import DraftModel, EarlyExit, FirstOf, Lookahead, Ngram
+from quire.speculate import DraftModel, EarlyExit, FirstOf, Lookahead, Ngram, drafting
 from tests.speculation import always, counting, pages_held
 
 __all__ = ["always"]
@@ -108,6 +108,35 @@ def test_a_batch_of_everything(always, pair, text) -> None:
     assert [made.completion.token_ids for made, _ in streams] == alone
     llm.memory.audit()
     draft.memory.audit()
+
+
+@pytest.mark.slow
+def test_a_long_batch_of_everything(pair, text, monkeypatch) -> None:
+    """Drafts of any length, from none on, side by side for as long as the context goes."""
+    llm, draft = pair
+    rng = random.Random(1)
+    monkeypatch.setattr(
+        drafting, "lengths", lambda choices, *_: [rng.randint(0, min(c.most, 6)) for c in choices]
+    )
+    n = min(520, llm.n_ctx - 90)
+    jobs = [
+        (text[300 * i : 300 * i + 80], name, SETTINGS[i % len(SETTINGS)])
+        for i, name in enumerate([*WAYS, "later exit"])
+    ]
+
+    def all_tokens(drafts: bool) -> list[list[int]]:
+        streams = [
+            llm.stream(
+                prompt, ignore_eos=True, max_tokens=n,
+                speculate=way(name, draft) if drafts else None, **settings,
+            )
+            for prompt, name, settings in jobs
+        ]  # fmt: skip
+        for stream in streams:
+            list(stream)
+        return [stream.completion.token_ids for stream in streams]
+
+    assert all_tokens(True) == all_tokens(False)
 
 
 @pytest.mark.parametrize("name", ["ngram", "early-exit", "draft model", "first of"])
