@@ -153,8 +153,14 @@ class Costs:
         share = (tokens - sizes[at - 1]) / (sizes[at] - sizes[at - 1])
         return seconds[at - 1] + share * (seconds[at] - seconds[at - 1])
 
+    def is_guess(self, tokens: int) -> bool:
+        """Whether nothing near such a step was measured yet."""
+        return not self._sizes or tokens > 2 * self._sizes[-1]
+
     def stale(self, tokens: int) -> bool:
-        """Whether such a step was not measured for long."""
+        """Whether such a step was not measured for long, or none as small as it ever."""
+        if not self._sizes or tokens < self._sizes[0]:
+            return True
         return self._steps - self._seen.get(tokens, 0) > _STALE
 
 
@@ -256,5 +262,7 @@ def _probe_price(choice: Choice, n_tokens: int, costs: Costs) -> float:
     """How much longer a step takes with a short draft, in steps without."""
     plain = costs.of(n_tokens)
     drafting = choice.seconds_at_all + choice.seconds_once + _PROBE * choice.seconds_per_token
-    longer = costs.of(n_tokens + _PROBE + choice.extra) - plain + drafting
+    size = n_tokens + _PROBE + choice.extra
+    # A guess must not keep it from being measured: how dear it is may be all that matters.
+    longer = drafting if costs.is_guess(size) else costs.of(size) - plain + drafting
     return longer / plain if plain else 0.0

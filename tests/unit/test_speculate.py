@@ -432,6 +432,27 @@ def test_a_probe_that_has_to_catch_up_first_is_dear() -> None:
     assert steps_until_tried(50.0) > 1000 > steps_until_tried(0.0)
 
 
+@pytest.mark.parametrize("wide", [1.05, 3.0])
+def test_what_a_wide_step_costs_is_measured_early(wide: float) -> None:
+    """Lookahead fills a step with twenty tokens: who knows whether that is dear here."""
+    prices, odds = Costs(), Odds(0.3, 4)
+    drafts, seconds = [], 0.0
+    for step in range(1000):
+        asked = not odds.pauses()
+        (n,) = lengths([Choice(odds, 2, 0.0, 0.0, "s", 20)], 1, 1, prices) if asked else (0,)
+        took = wide if n else 1.0
+        prices.add(1 + n + (20 if n else 0), took)
+        seconds += took
+        if n:
+            drafts.append(step)
+            odds.learn(n, 1)
+    assert drafts[0] < 100
+    if wide < 1.3:
+        assert len(drafts) > 800
+    else:
+        assert seconds < 1.03 * 1000
+
+
 @pytest.mark.parametrize(("price", "burst"), list(product((0.3, 3.0), (1, 4))))
 def test_what_does_not_pay_is_tried_ever_more_rarely(price: float, burst: int) -> None:
     """Over a long time, trying costs little; and what begins to pay is found out."""
