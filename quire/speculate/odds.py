@@ -228,13 +228,18 @@ def lengths(choices: Seq[Choice], n_tokens: int, n_gain: int, costs: Costs) -> l
         if best[who]:
             continue
         if choice.odds.rested(_probe_price(choice, start, costs)):
-            for other, rival in enumerate(choices):
-                if rival.sequence == choice.sequence:
-                    best[other] = 0
-            best[who] = min(_PROBE, choice.most)
+            _take_instead(best, choices, who)
         elif who in contenders:
             choice.odds.pause()
     return best
+
+
+def _take_instead(lengths: list[int], choices: Seq[Choice], who: int) -> None:
+    """Tries a short draft of a choice, whatever else its sequence could draft."""
+    for other, rival in enumerate(choices):
+        if rival.sequence == choices[who].sequence:
+            lengths[other] = 0
+    lengths[who] = min(_PROBE, choices[who].most)
 
 
 def _contenders(
