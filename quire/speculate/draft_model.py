@@ -173,9 +173,9 @@ class Follower(Source):
 
     def close_orphans(self) -> None:
         """Ends those of its own sequences that follow nobody any more."""
-        following = [followed.own for followed in self._followed.values()]
+        following = {followed.own for followed in self._followed.values()}
         orphans = [own for own in self._opened if own not in following]
-        self._opened = following
+        self._opened = [own for own in self._opened if own in following]
         if not self._engine.closed:
             for own in orphans:
                 self._engine.close(own)

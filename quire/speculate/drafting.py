@@ -191,13 +191,13 @@ class Round:
         if all(e.ends and e.count == 1 for e in self.plan.entries):
             self._drafting.costs.add(self.plan.n_tokens, verified - drafted - inside)
         asked = {w.sequence: w for w in self._wanted}
-        lengths = {e.sequence: len(e.draft) for e in self.plan.entries}
+        drafts = {e.sequence: len(e.draft) for e in self.plan.entries}
         for one in accepted:
             wanted, stats = asked.get(one.sequence), one.sequence.speculation
             if wanted and stats:
                 # Lookahead with an empty pool drafts nothing, which is as good as wrong.
-                drafted_n = lengths[one.sequence] or wanted.n
-                wanted.offer.odds.learn(drafted_n, min(one.agreed, drafted_n))
+                n = drafts[one.sequence] or wanted.n
+                wanted.offer.odds.learn(n, min(one.agreed, n))
                 stats.rounds += 1
                 stats.drafted += one.drafted
                 stats.accepted += one.agreed

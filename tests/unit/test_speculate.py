@@ -198,6 +198,20 @@ def test_statistics(always, pair) -> None:
     assert {"drafted", "accepted", "rounds", "mean_accepted"} <= set(s.as_dict())
 
 
+def test_odds_learn_from_the_draft_that_was_made(always, path, monkeypatch) -> None:
+    """A draft model whose memory can take back two tokens drafts two where five were wanted."""
+    learned: list[tuple[int, int]] = []
+    learn = Odds.learn
+    monkeypatch.setattr(
+        Odds, "learn", lambda odds, *draft: (learned.append(draft), learn(odds, *draft))
+    )
+    with quire.load(path) as llm, quire.load(path, beside=llm) as draft:
+        monkeypatch.setattr(draft.engine.memory, "room_for_draft", lambda seq: 2)
+        done = llm.generate(PROMPT, max_tokens=20, ignore_eos=True, speculate=draft)
+    assert done.speculation is not None and done.speculation.accepted > 0
+    assert learned and all(right <= drafted <= 2 for drafted, right in learned)
+
+
 def test_what_cannot_be_is_refused(pair, path, tmp_path) -> None:
     llm, _ = pair
     with pytest.raises(RequestError, match="no-such-way"):
