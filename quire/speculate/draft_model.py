@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
@@ -40,6 +40,7 @@ _START = 0.7  # how sure a draft is taken to be at first
 _BEHIND = 4  # tokens that a draft may begin with; more are computed before it
 
 
+@runtime_checkable
 class Loaded(Protocol):
     """A loaded model, as `quire.load` gives it."""
 
@@ -55,9 +56,7 @@ class DraftModel(Speculator):
     """Tokens of the longest draft."""
 
     def __post_init__(self) -> None:
-        from quire.llm import LLM
-
-        if not isinstance(self.llm, LLM):
+        if not isinstance(self.llm, Loaded):
             raise RequestError(
                 f"DraftModel takes a loaded model, not {self.llm!r}; load it with quire.load"
             )

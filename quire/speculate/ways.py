@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from quire.errors import RequestError
-from quire.speculate.draft_model import DraftModel
+from quire.speculate.draft_model import DraftModel, Loaded
 from quire.speculate.early_exit import EarlyExit
 from quire.speculate.interface import Speculator
 from quire.speculate.lookahead import Lookahead
@@ -31,13 +31,11 @@ def by_name(name: str) -> Speculator:
 
 def speculator(way: object) -> Speculator:
     """Who drafts: by name, a loaded model, or as it is configured."""
-    from quire.llm import LLM
-
     if isinstance(way, Speculator):
         return way
     if isinstance(way, str):
         return by_name(way)
-    if isinstance(way, LLM):
+    if isinstance(way, Loaded):
         return DraftModel(way)
     raise RequestError(
         f"speculate takes a name, a loaded model or an object of quire.speculate, not {way!r}"
