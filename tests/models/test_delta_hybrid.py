@@ -14,6 +14,7 @@ from quire.errors import ModelError
 from quire.models.registry import open_weights
 from tests.gguf_export import export
 from tests.gguf_writer import write_gguf
+from tests.model_folders import exactly
 from tests.models.test_golden import EXACT, MODELS
 from tests.random_hybrids import EXPERTS, layer_types, settings, tensors, write
 
@@ -65,7 +66,7 @@ def test_logits_are_those_of_transformers(sized: Path) -> None:
     model.set_experts_implementation("eager")  # the other one wants even sizes
     expected = oracle.logits(model, IDS)
     assert expected.std() > 0.5
-    assert np.abs(logits(sized, **EXACT) - expected).max() < 2e-4 * expected.std()
+    assert np.abs(logits(sized, **exactly(sized)) - expected).max() < 2e-4 * expected.std()
 
 
 def test_chunks_change_no_bit(sized: Path) -> None:
