@@ -187,6 +187,7 @@ class HybridMemory(SavedState):
 
     def park(self, seq: int, tier: Tier) -> None:
         self.check_idle()
+        tier.check(self.park_bytes(seq))  # so that only a failing disk is found out in the middle
         done: list[Memory] = []
         try:
             for part in self.parts:

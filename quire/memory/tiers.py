@@ -85,7 +85,8 @@ class Tier(ABC):
     def close(self) -> None:
         """Gives everything back."""
 
-    def _check(self, n_bytes: int) -> None:
+    def check(self, n_bytes: int) -> None:
+        """Raises TierError if there is no room."""
         if not self.has(n_bytes):
             raise TierError(
                 f"{n_bytes:,} bytes of pages do not fit {self.name}, which holds {self.used:,} of "
@@ -101,7 +102,7 @@ class HostTier(Tier):
 
     def store(self, pages: Sequence[Bytes]) -> Stored:
         n_bytes = sum(page.nbytes for page in pages)
-        self._check(n_bytes)
+        self.check(n_bytes)
         with self.writing.measure(n_bytes):
             copies = [page.copy() for page in pages]
         self.used += n_bytes
@@ -137,7 +138,7 @@ class DiskTier(Tier):
 
     def store(self, pages: Sequence[Bytes]) -> Stored:
         n_bytes = sum(page.nbytes for page in pages)
-        self._check(n_bytes)
+        self.check(n_bytes)
         offset = self._take(n_bytes)
         try:
             with self.writing.measure(n_bytes):
