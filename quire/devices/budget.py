@@ -16,20 +16,16 @@ class Budget:
             raise RequestError(f"a memory budget must be at least 1 byte, not {limit_bytes}")
         self.limit = limit_bytes
         self.whole: Budget = self
-        self._used = 0
+        self.used = 0
+        """Bytes held by all uses together; to read."""
         self._by_use: dict[str, int] = {}
         self._savers: list[Callable[[], None]] = []
         self._lock = Lock()
 
     @property
-    def used(self) -> int:
-        """Bytes held by all uses together."""
-        return self._used
-
-    @property
     def free(self) -> int:
         """Bytes that can still be reserved."""
-        return self.limit - self._used
+        return self.limit - self.used
 
     @property
     def breakdown(self) -> dict[str, int]:
@@ -41,10 +37,10 @@ class Budget:
         """Counts bytes as held by a use, or raises BudgetError and changes nothing."""
         assert n_bytes >= 0
         with self._lock:
-            if n_bytes > self.limit - self._used:
+            if n_bytes > self.limit - self.used:
                 raise BudgetError(self._refusal(n_bytes, what))
             if n_bytes:
-                self._used += n_bytes
+                self.used += n_bytes
                 self._by_use[what] = self._by_use.get(what, 0) + n_bytes
 
     def release(self, n_bytes: int, what: str) -> None:
@@ -52,7 +48,7 @@ class Budget:
         with self._lock:
             left = self._by_use.get(what, 0) - n_bytes
             assert n_bytes >= 0 and left >= 0, f"{what} gives back more than it holds"
-            self._used -= n_bytes
+            self.used -= n_bytes
             if left:
                 self._by_use[what] = left
             else:

@@ -1,0 +1,1 @@
+"""Where bytes live: each device has a budget, operations, and the memory behind pages."""
