@@ -19,7 +19,7 @@ from functools import partial
 import numpy as np
 
 from quire.ops import _cpu
-from quire.ops.reference import kv_row_bytes
+from quire.ops.reference.kv import kv_row_bytes
 
 PAGE_TOKENS = 32
 LAYERS = 30

@@ -14,11 +14,11 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from quire.memory.state_layout import RecurrentSpec, StateLayout, StateView
 from quire.ops.cpu import CpuOps
 
 LAYERS = 24
@@ -66,10 +66,16 @@ class Bench:
 
     def __init__(self, ops: CpuOps, layer: Any) -> None:
         self.ops, self.layer = ops, layer
-        spec = RecurrentSpec("state", tuple(range(LAYERS)), layer.state_bytes, layer.log_bytes, LOG)
-        self.layout = StateLayout(spec)
-        self.states = np.zeros((2, self.layout.state_page_bytes // 64), "V64")
-        self.logs = np.zeros(self.layout.log_page_bytes // 64, "V64")
+        state = -(-layer.state_bytes // 64) * 64
+        log = -(-LOG * layer.log_bytes // 64) * 64
+        self.offsets = [(i * state, i * log) for i in range(LAYERS)]
+        self.states = np.zeros((2, LAYERS * state // 64), "V64")
+        self.logs = np.zeros(LAYERS * log // 64, "V64")
+        self.bytes = {
+            "state_page_bytes": LAYERS * state,
+            "log_page_bytes": LAYERS * log,
+            "log_stride": layer.log_bytes,
+        }
         self.turn = 0
 
     def step(self, tokens: int, log_length: int, scan: bool) -> Callable[[], object]:
@@ -78,25 +84,27 @@ class Bench:
         values = self.ops.array(x.astype(np.float32))
         log = 0 if log_length else -1
         columns = (0, 1, log, log_length, -1, 0) if scan else (0, -1, log, log_length, 0, 0)
-        layout = self.layout
-        view = StateView(
-            self.states.ctypes.data, self.logs.ctypes.data, layout,
-            *(np.array([each], np.int32) for each in columns),
+        names = ("state_in", "state_out", "log_in", "log_length", "log_out", "tail")
+        view: Any = SimpleNamespace(
+            **self.bytes, layout=SimpleNamespace(log_tokens=LOG),
+            **{n: np.array([each], np.int32) for n, each in zip(names, columns, strict=True)},
         )  # fmt: skip
-        states = self.ops.states(view, np.zeros(tokens, np.int32))
+        bases = self.states.ctypes.data, self.logs.ctypes.data
+        states = self.ops.states(view, *bases, np.zeros(tokens, np.int32))
 
         def run() -> object:
             self.turn = (self.turn + 1) % LAYERS
-            return self.ops.recur(values, self.layer, states, *layout.offsets[self.turn])
+            return self.ops.recur(values, self.layer, states, *self.offsets[self.turn])
 
         return run
 
     def fold(self) -> object:
         """Folds a full log, in all layers."""
-        layout, page = self.layout, self.states.ctypes.data
+        bytes_ = self.bytes
         return self.ops.fold(
-            [self.layer] * LAYERS, layout.offsets, layout.state_page_bytes, layout.log_page_bytes,
-            layout.log_stride, page, self.logs.ctypes.data, LOG, page + layout.state_page_bytes,
+            [self.layer] * LAYERS, self.offsets, self.states.ctypes.data,
+            bytes_["state_page_bytes"], self.logs.ctypes.data, bytes_["log_page_bytes"],
+            bytes_["log_stride"], *(np.array([each], np.int32) for each in (0, 0, LOG, 1)),
         )  # fmt: skip
 
     def figures(self, seconds: float) -> dict[str, dict[str, float]]:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from quire.ops import Pages, States
 
 
 @dataclass(frozen=True)
 class GroupPages:
     """One group's memory in this step: its pages, and where in a page each layer's parts lie."""
 
-    pages: Pages | States
-    offsets: tuple[tuple[int, int], ...]
-    """Offsets of K and V, or of state and log, for each layer of the group, in its order."""
+    pages: Any
+    """`Pages`, or the `States` of a recurrent group."""
+    offsets: Mapping[int, tuple[int, int]]
+    """Offsets of K and V, or of state and log, by a layer's number in the model."""
 
 
 @dataclass(frozen=True)

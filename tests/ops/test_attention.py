@@ -9,24 +9,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from quire.ops import Heads, Rope, _cpu, reference
+from quire.ops import Heads, Rope, _cpu
+from quire.ops.reference import attention as reference
+from quire.ops.reference import kv
+from tests.ops.devices import ISAS
 
 Floats = NDArray[np.float32]
 KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0")
-
-
-def available() -> list[str]:
-    found = []
-    for isa in ("portable", "avx2", "avx512-vnni"):
-        try:
-            _cpu.Cpu(1, isa)
-        except ValueError:
-            continue
-        found.append(isa)
-    return found
-
-
-ISAS = available()
 
 
 @cache
@@ -56,8 +45,8 @@ class Rig:
     def __post_init__(self) -> None:
         h = self.heads
         tokens = h.n_kv_heads * self.page_tokens
-        k = self.k_bytes = tokens * reference.kv_row_bytes(self.type_k, h.head_dim_k)
-        v = self.v_bytes = tokens * reference.kv_row_bytes(self.type_v, h.head_dim_v)
+        k = self.k_bytes = tokens * kv.kv_row_bytes(self.type_k, h.head_dim_k)
+        v = self.v_bytes = tokens * kv.kv_row_bytes(self.type_v, h.head_dim_v)
         # The layer in the middle of a page: what lies around it must not change.
         q_norm, k_norm = self.norms or (None, None)
         self.layer = reference.Layer(
@@ -131,7 +120,8 @@ class Rig:
     def expect(self, pages: reference.Paged, qkv: Floats) -> Floats:
         """The same step by the reference, on pages of its own."""
         own = replace(pages, memory=pages.memory.copy())
-        return reference.attention(qkv, self.layer, own, self.rope)
+        turn = reference.Turn(self.rope, pages.positions) if self.rope else None
+        return reference.attention(qkv, self.layer, own, turn)
 
 
 def handle(p: reference.Paged) -> _cpu.Pages:
@@ -166,9 +156,9 @@ def poison(rig: Rig, page: int, slot: int) -> None:
     h, layer = rig.heads, rig.layer
     part = rig.memory[page, layer.k_offset : layer.k_offset + rig.k_bytes]
     nan = np.full((h.n_kv_heads, max(h.head_dim_k, h.head_dim_v)), np.nan, np.float32)
-    reference.store_keys(part, rig.type_k, slot, nan[:, : h.head_dim_k])
+    kv.store_keys(part, rig.type_k, slot, nan[:, : h.head_dim_k])
     part = rig.memory[page, layer.v_offset : layer.v_offset + rig.v_bytes]
-    reference.store_values(part, rig.type_v, slot, nan[:, : h.head_dim_v])
+    kv.store_values(part, rig.type_v, slot, nan[:, : h.head_dim_v])
 
 
 MIXED = [
@@ -213,11 +203,11 @@ def test_stored_bytes_are_the_references(kind: str, page_tokens: int) -> None:
 def test_quantised_rows_are_ggmls() -> None:
     gguf = pytest.importorskip("gguf")
     x = np.random.default_rng(1).standard_normal((50, 64)).astype(np.float32)
-    q, scales = reference.quantize("q8_0", x)
+    q, scales = kv.quantize("q8_0", x)
     blocks = gguf.quants.quantize(x, gguf.GGMLQuantizationType.Q8_0).reshape(50, 2, 34)
     np.testing.assert_array_equal(blocks[..., :2].copy().view(np.float16)[..., 0], scales)
     np.testing.assert_array_equal(blocks[..., 2:].reshape(50, 64), q)
-    q, scales = reference.quantize("q4_0", x)
+    q, scales = kv.quantize("q4_0", x)
     blocks = gguf.quants.quantize(x, gguf.GGMLQuantizationType.Q4_0).reshape(50, 2, 18)
     np.testing.assert_array_equal(blocks[..., :2].copy().view(np.float16)[..., 0], scales)
     np.testing.assert_array_equal(blocks[..., 2:].reshape(50, 32), q)
@@ -264,7 +254,6 @@ def test_holes(window: int) -> None:
     check(rig, [[(0, 1), (1, 1), (2, 30)], [(0, 40), (2, 1)]])
 
 
-@pytest.mark.parametrize("isa", ISAS)
 def test_a_row_that_sees_nothing_is_zero(isa: str) -> None:
     rig = Rig(Heads(2, 1, 64, 64, scale=1.0))
     rig.slot_positions = {0: [7, 8, 9]}
@@ -273,7 +262,6 @@ def test_a_row_that_sees_nothing_is_zero(isa: str) -> None:
     assert np.array_equal(rig.run(cpu(isa), hidden, values(rig, 1)), np.zeros((1, 128)))
 
 
-@pytest.mark.parametrize("isa", ISAS)
 def test_what_is_not_finite_shows(isa: str) -> None:
     """A NaN in a token's own key or query makes its output NaN, and nobody else's."""
     rig = Rig(Heads(2, 1, 64, 64, scale=1.0))
@@ -306,7 +294,6 @@ SAME = [
 ]
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("rig", SAME)
 def test_chunks_and_threads_change_no_bit(isa: str, rig: Rig) -> None:
     qkv = values(rig, 290)
@@ -317,7 +304,6 @@ def test_chunks_and_threads_change_no_bit(isa: str, rig: Rig) -> None:
         np.testing.assert_array_equal(got.view(np.int32), want.view(np.int32))
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("rig", SAME)
 def test_company_changes_no_bit(isa: str, rig: Rig) -> None:
     qkv = values(rig, 200)
@@ -335,7 +321,6 @@ def test_company_changes_no_bit(isa: str, rig: Rig) -> None:
         done += count
 
 
-@pytest.mark.parametrize("isa", ISAS)
 def test_splitting_a_long_context_changes_no_bit(isa: str) -> None:
     rig = Rig(Heads(8, 2, 64, 64, scale=0.2), "q8_0", n_pages=128)
     qkv = values(rig, 1901)
@@ -366,8 +351,7 @@ def test_dropping_pages_before_the_window_changes_no_bit() -> None:
 # ---- reading another layer's pages, turning keys, mistakes -----------------------------------
 
 
-@pytest.mark.parametrize("isa", ISAS)
-def test_attend_reads_what_attention_stored(isa: str) -> None:
+def test_attention_without_storing_reads_what_was_stored(isa: str) -> None:
     rig = Rig(Heads(6, 2, 64, 64, scale=0.125), rope=full_rope(64))
     pages = rig.pages([(0, 50), (1, 20)])
     qkv = values(rig, 70)
@@ -377,43 +361,11 @@ def test_attend_reads_what_attention_stored(isa: str) -> None:
     table = cpu(isa).rope_table(_cpu.Rope(64, rig.rope.freqs, True, 1.0), pages.positions)
     q = cpu(isa).array(np.ascontiguousarray(qkv[:, : 6 * 64]))
     layer = rig.layer
-    got = cpu(isa).attend(
-        q, rig.spec(cpu(isa)), handle(pages), layer.k_offset, layer.v_offset, rope_table=table
+    got = cpu(isa).attention(
+        q, rig.spec(cpu(isa)), handle(pages), table, layer.k_offset, layer.v_offset, store=False
     )
     np.testing.assert_array_equal(got.numpy(), want)
     np.testing.assert_array_equal(rig.memory, before)
-
-
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("neox", [True, False])
-def test_rotate_pages(isa: str, kind: str, neox: bool) -> None:
-    rope = full_rope(64, neox, 32, mscale=1.5)
-    rig = Rig(Heads(2, 2, 64, 32, scale=1.0), kind, "f32", 32, rope, n_pages=8)
-    rig.run(cpu(isa), rig.pages([(0, 60)]), values(rig, 60))
-    before = rig.memory.copy()
-    deltas = np.zeros((2, 32), np.int32)
-    deltas[0, 10:] = -10
-    deltas[1, :20] = 7
-    pages = np.array(rig.tables[0], np.int32)
-    cpu(isa).rotate_pages(
-        rig.spec(cpu(isa)), _cpu.Rope(32, rope.freqs, neox, 1.5), rig.memory.ctypes.data,
-        rig.memory.shape[1], 32, pages, deltas, np.array([rig.layer.k_offset]),
-    )  # fmt: skip
-    k = slice(rig.layer.k_offset, rig.layer.k_offset + 2 * 32 * reference.kv_row_bytes(kind, 64))
-    for page, delta in zip(rig.tables[0], deltas, strict=True):
-        want = before[page, k].copy()
-        reference.rotate_keys(want, kind, delta, 2, 64, rope)
-        got = reference.load_keys(rig.memory[page, k], kind, 2, 64)
-        step = {"f32": 1e-6, "f16": 2e-3, "bf16": 2e-2, "q8_0": 0.04, "q4_0": 0.7}[kind]
-        used = slice(0, 32 if page == rig.tables[0][0] else 28)
-        expected = reference.load_keys(want, kind, 2, 64)
-        np.testing.assert_allclose(got[used], expected[used], atol=step)
-        still = delta == 0
-        old = reference.load_keys(before[page, k], kind, 2, 64)
-        np.testing.assert_array_equal(got[still], old[still])
-    rest = np.setdiff1d(np.arange(8), pages)
-    np.testing.assert_array_equal(rig.memory[rest], before[rest])
 
 
 def test_turned_keys_attend_as_if_stored_there() -> None:
@@ -432,30 +384,6 @@ def test_turned_keys_attend_as_if_stored_there() -> None:
     here.first[0] = 16
     got = here.run(cpu(), here.pages([(0, 1)]), qkv[32:])
     np.testing.assert_allclose(got, want[32:], atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_moved_tokens_are_the_same_tokens_elsewhere(kind: str) -> None:
-    rig = Rig(Heads(2, 2, 64, 32, scale=1.0), kind, kind, 32, n_pages=8)
-    rig.run(cpu(), rig.pages([(0, 60)]), values(rig, 60))
-    source, target = rig.memory[rig.tables[0][0]], rig.memory[7]
-    before = target.copy()
-    there = np.array([3, 31, 16, 0], np.int32)
-    here = np.array([0, 15, 16, 31], np.int32)
-    layer = rig.layer
-    cpu().move_tokens(
-        rig.spec(cpu()), source.ctypes.data, target.ctypes.data, rig.memory.shape[1], 32, there,
-        here, np.array([layer.k_offset]), np.array([layer.v_offset]),
-    )  # fmt: skip
-    for load, offset, dims in (
-        (reference.load_keys, layer.k_offset, 64),
-        (reference.load_values, layer.v_offset, 32),
-    ):
-        part = slice(offset, offset + 2 * 32 * reference.kv_row_bytes(kind, dims))
-        got, old = load(target[part], kind, 2, dims), load(before[part], kind, 2, dims)
-        np.testing.assert_array_equal(got[here], load(source[part], kind, 2, dims)[there])
-        others = np.setdiff1d(np.arange(32), here)
-        np.testing.assert_array_equal(got[others], old[others])
 
 
 def test_rope_table_of_far_positions() -> None:

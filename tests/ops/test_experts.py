@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 
 from quire.ops import _cpu
-from quire.ops import reference_experts as reference
+from quire.ops.reference import experts as reference
 from quire.weights.quant import GGMLType, dequantize
-from tests.ops.test_matmul import Floats, bits, isa, part, random_bytes
-
-__all__ = ["isa"]  # the fixture
+from tests.ops.test_matmul import Floats, bits, part, random_bytes
 
 EPS = 1e-6
 

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from quire.ops import GELU_MUL, SILU_MUL, _cpu, reference
+from quire.ops import GELU_MUL, SILU_MUL, _cpu
+from quire.ops.reference import kv
+from quire.ops.reference import matrices as reference
 from quire.weights.quant import GGMLType, dequantize
 
 Floats = NDArray[np.float32]
@@ -33,23 +35,6 @@ HALVES = {
 }
 DENSE = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
 TYPES = (*HALVES, *DENSE)
-ISAS = ("portable", "avx2", "avx512-vnni")
-
-
-def runs(isa: str) -> bool:
-    try:
-        _cpu.Cpu(1, isa)
-    except ValueError:
-        return False
-    return True
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> str:
-    name = str(request.param)
-    if not runs(name):
-        pytest.skip(f"this CPU does not run {name}")
-    return name
 
 
 def random_bytes(rng: np.random.Generator, kind: GGMLType, rows: int, cols: int) -> Bytes:
@@ -57,7 +42,7 @@ def random_bytes(rng: np.random.Generator, kind: GGMLType, rows: int, cols: int)
     if kind in DENSE:
         values = rng.standard_normal((rows, cols)).astype(np.float32)
         if kind is GGMLType.BF16:
-            return reference.to_bf16(values).view(np.uint8).reshape(-1)
+            return kv.to_bf16(values).view(np.uint8).reshape(-1)
         dtype = np.float32 if kind is GGMLType.F32 else np.float16
         return values.astype(dtype).view(np.uint8).reshape(-1)
     blocks = rng.integers(0, 256, (rows * cols // kind.block_size, kind.type_size), np.uint8)
@@ -101,7 +86,7 @@ def test_tiles_hold_the_very_values_of_the_file(isa: str, kind: GGMLType) -> Non
         for cols in cols_of(kind):
             w, values = matrix(cpu, kind, rows, cols, seed=rows)
             assert (w.rows, w.cols) == (rows, cols)
-            assert w.nbytes == cpu.packed_bytes(int(kind), rows, cols)
+            assert w.nbytes == cpu.packed_bytes([(int(kind), rows, cols)])
             assert np.array_equal(bits(w.unpack()), bits(values)), (kind, rows, cols)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
@@ -10,35 +9,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from quire.memory.budget import Budget
-from quire.memory.interface import SeqTokens
-from quire.memory.recurrent import RecurrentMemory
-from quire.memory.state_layout import RecurrentSpec, StateLayout
 from quire.ops import _cpu
-from quire.ops import reference_recurrent as reference
 from quire.ops.cpu import CpuOps
-from quire.ops.recurrent import folding
-from quire.ops.reference_recurrent import Convolution, DeltaNet, Remembered, ShortConv, Ssd
+from quire.ops.reference import recurrent as reference
+from quire.ops.reference.recurrent import Convolution, DeltaNet, Remembered, ShortConv, Ssd
+from tests.ops.state_book import StateBook, column
 
 Floats = NDArray[np.float32]
 Layer = DeltaNet | Ssd | ShortConv
 LOG = 16
-NUMBERS = (1, 3)
-"""Layers of the model that are recurrent."""
-
-
-def available() -> list[str]:
-    found = []
-    for isa in ("portable", "avx2", "avx512-vnni"):
-        try:
-            _cpu.Cpu(1, isa)
-        except ValueError:
-            continue
-        found.append(isa)
-    return found
-
-
-ISAS = available()
 
 
 @cache
@@ -91,60 +70,23 @@ def handle(ops: CpuOps, layer: Layer) -> Any:
     return ops.short_conv(c.weight, c.bias)
 
 
-@dataclass
-class Rig:
-    """Two layers of one shape over a real memory, with poisoned pages."""
+class Rig(StateBook):
+    """Two layers of one shape."""
 
     ops: CpuOps
-    layers: list[Layer]
-    log_tokens: int = LOG
-    memory: RecurrentMemory = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.handles = [handle(self.ops, layer) for layer in self.layers]
-        one = self.handles[0]
-        spec = RecurrentSpec("state", NUMBERS, one.state_bytes, one.log_bytes, self.log_tokens)
-        self.fold = folding(self.ops, dict(zip(NUMBERS, self.handles, strict=True)))
-        self.memory = RecurrentMemory(StateLayout(spec), Budget(1 << 28), self.fold, poison=True)
-
-    def step(self, work: dict[int, Floats], keep: int | None = None) -> dict[int, Floats]:
-        """New tokens by sequence; outputs of both layers side by side, for the kept tokens."""
-        entries = [SeqTokens(seq, np.zeros(len(x), np.int32)) for seq, x in work.items()]
-        rows = np.concatenate(list(work.values()))
-        with self.memory.reserve(entries) as lease:
-            view = lease.views["state"]
-            states = self.ops.states(view, lease.seq_rows)
-            parts = [
-                np.array(self.ops.numpy(self.ops.recur(self.ops.array(rows), each, states, *at)))
-                for each, at in zip(self.handles, view.offsets, strict=True)
-            ]
-            kept = {seq: len(x) if keep is None else keep for seq, x in work.items()}
-            lease.commit(kept)
-        ends = np.cumsum([len(x) for x in work.values()])[:-1]
-        found = zip(work, np.split(np.concatenate(parts, 1), ends), strict=True)
-        return {seq: out[: kept[seq]] for seq, out in found}
+    def __init__(self, ops: CpuOps, layers: list[Layer], log_tokens: int = LOG) -> None:
+        super().__init__(ops, [handle(ops, layer) for layer in layers], log_tokens)
+        self.definitions = layers
 
     def feed(self, seq: int, x: Floats, chunks: list[int]) -> Floats:
         """All of x, in chunks of these sizes over and over."""
         outs, at, turn = [], 0, 0
         while at < len(x):
             size = chunks[turn % len(chunks)]
-            outs.append(self.step({seq: x[at : at + size]})[seq])
+            outs.append(self.run({seq: x[at : at + size]})[seq])
             at, turn = at + size, turn + 1
         return np.concatenate(outs)
-
-    def state(self, seq: int) -> bytes:
-        """The state page of a sequence, with its log folded in."""
-        table, memory = self.memory.table(seq), self.memory
-        if table.log_length == 0:
-            return memory.states.view(table.state).tobytes()
-        page = np.zeros(memory.layout.state_page_bytes // 64 + 1, "V64")
-        start = -(-page.ctypes.data // 64) * 64
-        before = memory.states.page_address(table.state) if table.state >= 0 else 0
-        log = memory.logs.page_address(table.log)
-        self.fold(before, log, table.log_length, start, memory.layout)
-        skip = start - page.ctypes.data
-        return page.tobytes()[skip : skip + memory.layout.state_page_bytes]
 
 
 CASES = {
@@ -168,7 +110,7 @@ def make(case: str, isa: str = "auto", threads: int = 2) -> Rig:
 
 
 def inputs(rig: Rig, n: int, seed: int = 0) -> Floats:
-    return normal(seed, n, rig.handles[0].in_cols)
+    return normal(seed, n, rig.layers[0].in_cols)
 
 
 def close(found: Floats, wanted: NDArray[Any]) -> None:
@@ -195,25 +137,23 @@ class Truth:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_matches_the_reference(case: str, isa: str, threads: int) -> None:
     rig = make(case, isa, threads)
-    truth = Truth(rig.layers)
+    truth = Truth(rig.definitions)
     steps = [{0: 1, 1: 17, 2: 5}, {2: 40, 0: 1, 1: 1}, {1: 15, 0: 14, 3: 2}, {3: 23, 0: 1, 1: 2}]
     for number, counts in enumerate(steps):
         work = {s: inputs(rig, n, 100 * number + s) for s, n in counts.items()}
-        for seq, out in rig.step(work).items():
+        for seq, out in rig.run(work).items():
             close(out, truth.step(seq, work[seq]))
     for seq in range(4):
-        layout, page = rig.memory.layout, np.frombuffer(rig.state(seq), np.uint8)
-        for (at, _), remembered in zip(layout.offsets, truth.memory[seq], strict=True):
+        page = np.frombuffer(rig.state(seq), np.uint8)
+        for (at, _), remembered in zip(rig.offsets, truth.memory[seq], strict=True):
             wanted = remembered.page()
-            assert len(wanted) == layout.spec.state_bytes
+            assert len(wanted) == rig.layers[0].state_bytes
             close(page[at : at + len(wanted)].view(np.float32), wanted.view(np.float32))
 
 
-@pytest.mark.parametrize("isa", ISAS)
 def test_gates_that_are_extreme(isa: str) -> None:
     """Nothing overflows on the way to results that are finite."""
     for case in ("delta 1/1 heads, width 4", "ssd 6/3 heads of 32, dt limited"):
@@ -221,13 +161,12 @@ def test_gates_that_are_extreme(isa: str) -> None:
         x = inputs(rig, 8)
         x[:, -2:] = np.array([[-200, 200], [200, -200], [90, 90], [-90, -90]] * 2)
         x[:, 3] *= 100
-        close(rig.step({0: x})[0], Truth(rig.layers).step(0, x))
+        close(rig.run({0: x})[0], Truth(rig.definitions).step(0, x))
 
 
 # ---- one result -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("case", SOME)
 def test_chunks_change_no_bit(case: str, isa: str) -> None:
     whole = make(case, isa, 1)
@@ -254,7 +193,7 @@ def test_where_a_fold_falls_changes_no_bit(case: str) -> None:
 @pytest.mark.parametrize("case", SOME)
 def test_the_length_of_a_log_changes_no_bit(case: str) -> None:
     plain = make(case)
-    long = Rig(plain.ops, plain.layers, log_tokens=100)
+    long = Rig(plain.ops, plain.definitions, log_tokens=100)
     x = inputs(plain, 130)
     assert np.array_equal(long.feed(0, x, [1]), plain.feed(0, x, [1]))
     assert np.array_equal(long.feed(1, x, [90, 10, 30]), plain.feed(1, x, [130]))
@@ -267,8 +206,8 @@ def test_alone_or_in_a_batch_changes_no_bit(case: str) -> None:
     together, alone = make(case), make(case, threads=1)
     for number, counts in enumerate([{0: 3, 1: 40, 2: 1}, {2: 20, 1: 9, 0: 16}, {1: 9, 3: 1}]):
         work = {seq: inputs(alone, n, 10 * number + seq) for seq, n in counts.items()}
-        for seq, out in together.step(work).items():
-            assert np.array_equal(out, alone.step({seq: work[seq]})[seq])
+        for seq, out in together.run(work).items():
+            assert np.array_equal(out, alone.run({seq: work[seq]})[seq])
     assert all(together.state(seq) == alone.state(seq) for seq in range(4))
 
 
@@ -280,7 +219,7 @@ def test_a_draft_that_is_dropped_leaves_nothing(case: str) -> None:
     at, outs = 0, []
     for turn in range(12):
         draft = np.concatenate([x[at : at + 2], inputs(plain, 3, 900 + turn)])
-        outs.append(drafted.step({0: draft}, keep=2)[0])
+        outs.append(drafted.run({0: draft}, keep=2)[0])
         at += 2
     outs.append(drafted.feed(0, x[at:], [1]))
     assert np.array_equal(np.concatenate(outs), out)
@@ -299,15 +238,15 @@ def test_five_thousand_tokens_with_folds_and_partial_drafts(case: str) -> None:
         count = int(rng.choice([1, 1, 1, 4, 9, 16, 50]))
         new = x[at : at + count]
         if len(new) > LOG:
-            outs.append(rig.step({0: new})[0])
+            outs.append(rig.run({0: new})[0])
         else:
             kept = int(rng.integers(0, len(new) + 1))
-            outs.append(rig.step({0: new}, keep=kept)[0])
+            outs.append(rig.run({0: new}, keep=kept)[0])
         at += len(outs[-1])
     out = np.concatenate(outs)
     assert np.array_equal(out, plain.feed(0, x, [5000]))
     assert rig.state(0) == plain.state(0)
-    close(out, Truth(rig.layers).step(0, x))
+    close(out, Truth(rig.definitions).step(0, x))
 
 
 # ---- what is written ------------------------------------------------------------------------
@@ -317,17 +256,17 @@ def test_five_thousand_tokens_with_folds_and_partial_drafts(case: str) -> None:
 def test_an_append_writes_its_entries_and_nothing_else(case: str) -> None:
     rig = make(case)
     rig.feed(0, inputs(rig, 25), [20, 5])
-    memory, table = rig.memory, rig.memory.table(0)
-    state, log = memory.states.view(table.state), memory.logs.view(table.log)
-    before, first = (state.tobytes(), log.copy()), table.log_length
+    table = rig.tables[0]
+    state, log = rig.states[table.state], rig.logs[table.log]
+    before, first = (state.tobytes(), log.copy()), table.length
     x = inputs(rig, 3, 1)
-    rig.step({0: x})
+    rig.run({0: x})
     assert state.tobytes() == before[0]
     written = np.zeros(len(log), bool)
-    layout, size = memory.layout, rig.handles[0].log_bytes
-    for _, at in layout.offsets:
+    size = rig.layers[0].log_bytes
+    for _, at in rig.offsets:
         for i in range(first, first + 3):
-            start = at + i * layout.log_stride
+            start = at + i * rig.log_stride
             written[start : start + size] = True
             entry = log[start : start + size].view(np.float32)
             wanted = x[i - first]
@@ -341,23 +280,21 @@ def test_an_append_writes_its_entries_and_nothing_else(case: str) -> None:
 def test_a_scan_reads_its_old_state_and_log_only() -> None:
     rig = make("delta 3/9 heads, odd dims, width 2")
     rig.feed(0, inputs(rig, 25), [20, 5])
-    name = rig.memory.checkpoint_save(0)
-    table = rig.memory.table(0)
-    pages = rig.memory.states.view(table.state), rig.memory.logs.view(table.log)
+    rig.copy(0, to=1)
+    table = rig.tables[0]
+    pages = rig.states[table.state], rig.logs[table.log]
     before = [page.tobytes() for page in pages]
-    rig.step({0: inputs(rig, 30, 1)})
+    rig.run({0: inputs(rig, 30, 1)})
     assert [page.tobytes() for page in pages] == before
-    rig.memory.checkpoint_restore(0, name)
-    again = rig.step({0: inputs(rig, 30, 1)})[0]
+    again = rig.run({1: inputs(rig, 30, 1)})[1]
     assert np.array_equal(
-        again, rig.feed(1, np.concatenate([inputs(rig, 25), inputs(rig, 30, 1)]), [55])[25:]
+        again, rig.feed(2, np.concatenate([inputs(rig, 25), inputs(rig, 30, 1)]), [55])[25:]
     )
 
 
 # ---- gates and norms ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("gate_first", [False, True])
 @pytest.mark.parametrize("groups, group", [(1, 40), (5, 37), (8, 128), (3, 5)])
@@ -372,7 +309,6 @@ def test_gated_norm(isa: str, threads: int, gate_first: bool, groups: int, group
         assert np.array_equal(ops.numpy(one)[0], out[5])
 
 
-@pytest.mark.parametrize("isa", ISAS)
 def test_gate_sigmoid_and_columns(isa: str) -> None:
     ops = device(isa)
     x, gate = normal(1, 33, 141), 30 * normal(2, 33, 141)
@@ -441,20 +377,16 @@ def test_states_are_checked() -> None:
 
 def test_recur_checks_where_it_reads_and_writes() -> None:
     rig = make("short conv of 64, width 2")
-    layer, ops = rig.handles[0], rig.ops
+    layer, ops = rig.layers[0], rig.ops
     x = ops.array(inputs(rig, 2))
-    with rig.memory.reserve([SeqTokens(0, np.zeros(2, np.int32))]) as lease:
-        view = lease.views["state"]
-        states = ops.states(view, lease.seq_rows)
-        last = view.offsets[-1]
-        for at in ((last[0] + 64, 0), (-64, 0), (32, 0), (0, last[1] + 64), (0, -4)):
-            with pytest.raises(ValueError, match="recurrent layer"):
-                ops.recur(x, layer, states, *at)
-        with pytest.raises(ValueError, match=r"need \[2, 192\]"):
-            ops.recur(ops.array(inputs(rig, 3)), layer, states, 0, 0)
+    bases = rig.states.ctypes.data, rig.logs.ctypes.data
+    states = ops.states(rig.plan({0: 2})[0], *bases, np.zeros(2, np.int32))
+    ends = rig.states.shape[1], rig.logs.shape[1]
+    for at in ((ends[0], 0), (-64, 0), (32, 0), (0, ends[1]), (0, -4), (0, 2)):
+        with pytest.raises(ValueError, match="recurrent layer"):
+            ops.recur(x, layer, states, *at)
+    with pytest.raises(ValueError, match=r"need \[2, 192\]"):
+        ops.recur(ops.array(inputs(rig, 3)), layer, states, 0, 0)
+    rig.layers = [layer]
     with pytest.raises(ValueError, match="offsets of 2"):
-        layout = rig.memory.layout
-        ops.fold(
-            [layer], layout.offsets, layout.state_page_bytes, layout.log_page_bytes,
-            layout.log_stride, 0, 64, 1, 64,
-        )  # fmt: skip
+        rig.fold_pages(column(-1), column(0), column(1), column(0))

@@ -8,24 +8,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from quire.ops import _cpu, reference
-from quire.ops.reference import Sampling
+from quire.ops import _cpu
+from quire.ops.reference import sampling as reference
+from quire.ops.reference.sampling import Sampling
+from tests.ops.devices import ISAS
 
 Floats = NDArray[np.float32]
-
-
-def available() -> list[str]:
-    found = []
-    for isa in ("portable", "avx2", "avx512-vnni"):
-        try:
-            _cpu.Cpu(1, isa)
-        except ValueError:
-            continue
-        found.append(isa)
-    return found
-
-
-ISAS = available()
 
 
 @cache
@@ -142,7 +130,6 @@ def test_a_large_vocabulary() -> None:
     compare(np.concatenate([x, x * 0]), settings, per_row=4)
 
 
-@pytest.mark.parametrize("isa", ISAS)
 def test_bias_penalties_and_mask(isa: str) -> None:
     rng = np.random.default_rng(6)
     x = random_logits(8, 700)
@@ -165,7 +152,6 @@ def test_bias_penalties_and_mask(isa: str) -> None:
             assert got[row] == reference.sample(edited, settings[row], u[row])
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("s", SETTINGS, ids=str)
 def test_the_company_of_a_winner_changes_nothing(isa: str, s: Sampling) -> None:
     """Who wins among all wins among any of them: filters and masks only take others away."""
@@ -188,7 +174,6 @@ def test_the_company_of_a_winner_changes_nothing(isa: str, s: Sampling) -> None:
     np.testing.assert_array_equal(masked[stays], every[stays])
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("noise", [0.1, 1.0])
 def test_similar_distributions_mostly_draw_the_same(isa: str, noise: float) -> None:
     """At least (1 - d) / (1 + d) of the time, d being how far apart they are; (1 - d) is best."""
@@ -239,7 +224,6 @@ def test_unobserve_takes_back() -> None:
         made.unobserve(np.array([4], np.int32))
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("s", [Sampling(1.5, top_k=21), Sampling(1.5), Sampling(1.5, top_p=0.9)])
 @pytest.mark.parametrize("step", [0, 1])
 def test_frequencies_follow_the_distribution(isa: str, s: Sampling, step: int) -> None:
@@ -274,14 +258,12 @@ def test_company_and_threads_change_nothing() -> None:
     assert got.tolist() == alone[::-1]
 
 
-@pytest.mark.parametrize("isa", ISAS)
 def test_argmax(isa: str) -> None:
     x = np.stack([*hostile(999).values(), *random_logits(5, 999)])
     got = cpu(isa).argmax(cpu(isa).array(x))
     np.testing.assert_array_equal(got, x.argmax(1))
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("top", [0, 1, 5, 200])
 def test_logprobs(isa: str, top: int) -> None:
     cases = hostile(1003)
@@ -295,7 +277,6 @@ def test_logprobs(isa: str, top: int) -> None:
         np.testing.assert_allclose(mine, theirs, rtol=3e-7, atol=1e-6)
 
 
-@pytest.mark.parametrize("isa", ISAS)
 def test_mistakes_are_named(isa: str) -> None:
     device = cpu(isa)
     x = random_logits(3, 100)

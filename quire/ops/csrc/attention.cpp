@@ -92,7 +92,7 @@ void open_block(const AttendJob& job, const Tile& tile, int head, const Scratch&
     }
     const int slot = g.base + b * BLOCK, in_page = slot % pages.page_tokens;
     const int64_t page = pages.tables[tile.seq * pages.max_pages + slot / pages.page_tokens];
-    const char* start = pages.address + page * pages.page_bytes;
+    const char* start = pages.base + page * pages.page_bytes;
     const char* k_part = start + job.k_offset + head * pages.page_tokens * row_bytes(s.type_k, s.dk);
     const char* v_part = start + job.v_offset + head * pages.page_tokens * row_bytes(s.type_v, s.dv);
     const char* block = k_part + key_block(s.type_k, s.dk, in_page);

@@ -44,7 +44,7 @@ struct RopeView {
 };
 
 struct PageView {
-    char* address;
+    char* base;  // of page 0
     int64_t page_bytes;
     int page_tokens;
     const int32_t* tables;  // [n_seqs][max_pages]

@@ -10,8 +10,9 @@
 
 #include "bind.h"
 #include "check.h"
-#include "fine.h"
+#include "linear_int16.h"
 #include "matrix.h"
+#include "numpy.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -20,7 +21,6 @@ namespace quire {
 namespace {
 
 using Bytes = nb::ndarray<const uint8_t, nb::c_contig, nb::device::cpu>;
-using Ids = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using PartTuple = std::tuple<int, int64_t, int64_t, Bytes>;
 
 // For messages.
@@ -63,11 +63,21 @@ Matrix bind_pack(Cpu& cpu, const std::vector<PartTuple>& tuples) {
     return pack(cpu, parts);
 }
 
+int64_t bind_packed_bytes(Cpu& cpu, const std::vector<std::tuple<int, int64_t, int64_t>>& parts) {
+    int64_t bytes = 0;
+    for (const auto& [type, rows, cols] : parts) {
+        const FileFormat& format = format_of(type);
+        file_bytes(format, rows, cols);
+        bytes += packed_bytes(cpu.isa, format, rows, cols);
+    }
+    return bytes;
+}
+
 void check_matrix(const Cpu& cpu, const Matrix& w) {
     need(w.isa == cpu.isa, "the matrix was packed for ", isa_name(w.isa), ", not ", isa_name(cpu.isa));
 }
 
-Array bind_embed(Cpu& cpu, const Matrix& w, Ids ids, float scale) {
+Array bind_embed(Cpu& cpu, const Matrix& w, Ints ids, float scale) {
     check_matrix(cpu, w);
     const int64_t n = int64_t(ids.shape(0));
     for (int64_t i = 0; i < n; i++)
@@ -122,13 +132,13 @@ nb::object bind_linear(Cpu& cpu, const Array& x, const Matrix& w, const Array* n
     return result;
 }
 
-Array bind_linear_fine(Cpu& cpu, const Array& x, const Matrix& w, const Array& norm, float eps) {
+Array bind_linear_int16(Cpu& cpu, const Array& x, const Matrix& w, const Array& norm, float eps) {
     const Linear options = linear_options(cpu, x, w, &norm, eps, 0, nullptr);
     bool coarse = false;  // whether any part would see int8 activations
     for (const Part& part : w.parts) coarse |= !cpu.exact && !is_dense(part.tile);
     Array out = cpu.array(x.rows, w.rows);
     nb::gil_scoped_release released;
-    if (coarse) linear_fine(cpu, x, w, options.norm, eps, out);
+    if (coarse) linear_int16(cpu, x, w, options.norm, eps, out);
     else linear(cpu, x, w, options, out);
     return out;
 }
@@ -191,17 +201,12 @@ void bind_matrix(nb::module_& m) {
     nb::borrow<nb::class_<Cpu>>(m.attr("Cpu"))
         .def("pack", bind_pack, "parts"_a,
              "A Matrix from parts (ggml_type, rows, cols, bytes as in the file), stacked along the rows.")
-        .def("packed_bytes",
-             [](Cpu& c, int type, int64_t rows, int64_t cols) {
-                 file_bytes(format_of(type), rows, cols);
-                 return packed_bytes(c.isa, format_of(type), rows, cols);
-             },
-             "ggml_type"_a, "rows"_a, "cols"_a, "What such a part adds to a Matrix's nbytes.")
-        .def("embed", bind_embed, "w"_a, "ids"_a, "scale"_a = 1.0f, "The rows of w at ids, times scale.")
+        .def("packed_bytes", bind_packed_bytes, "parts"_a, "The nbytes of a Matrix of parts (ggml_type, rows, cols).")
+        .def("embed", bind_embed, "table"_a, "ids"_a, "scale"_a = 1.0f, "The rows of w at ids, times scale.")
         .def("linear", bind_linear, "x"_a, "w"_a, "norm"_a.none() = nb::none(), "eps"_a = 0.0f, "act"_a = 0,
              "bias"_a.none() = nb::none(), "into"_a.none() = nb::none(),
              "x · wᵀ (+ bias), with x normalised or activated first; added to `into` where given.")
-        .def("linear_fine", bind_linear_fine, "x"_a, "w"_a, "norm"_a, "eps"_a,
+        .def("linear_int16", bind_linear_int16, "x"_a, "w"_a, "norm"_a, "eps"_a,
              "rms_norm(x) · wᵀ with 16 bits of each activation instead of 8.")
         .def("rms_norm", bind_rms_norm, "x"_a, "weight"_a, "eps"_a, "x · rsqrt(mean(x²) + eps) · weight, by rows.")
         .def("add_norm", bind_add_norm, "into"_a, "x"_a, "weight"_a, "eps"_a, "Adds rms_norm(x) · weight to into.")

@@ -1,6 +1,5 @@
 // The Python module quire.ops._cpu: checks arguments here, kernels take raw pointers.
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 
 #include <cstring>
@@ -9,6 +8,7 @@
 #include "bind.h"
 #include "check.h"
 #include "cpu.h"
+#include "numpy.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -47,6 +47,8 @@ static void bind_cpu(nb::module_& m) {
     nb::class_<Array>(m, "Array", "A float32 matrix on the CPU.")
         .def_ro("rows", &Array::rows)
         .def_ro("cols", &Array::cols)
+        .def_prop_ro("shape", [](const Array& a) { return nb::make_tuple(a.rows, a.cols); })
+        .def_prop_ro("nbytes", [](const Array& a) { return a.rows * a.cols * int64_t(sizeof(float)); })
         .def("numpy",
              [](Array& a) {
                  const size_t shape[2] = {size_t(a.rows), size_t(a.cols)};
@@ -68,20 +70,21 @@ static void bind_cpu(nb::module_& m) {
         .def("trim", [](Cpu& c) { c.arena->trim(); })
         .def("empty", &Cpu::array, "rows"_a, "cols"_a)
         .def("array",
-             [](Cpu& c, nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu> values) {
+             [](Cpu& c, FloatRows values) {
                  Array a = c.array(int64_t(values.shape(0)), int64_t(values.shape(1)));
                  std::memcpy(a.data, values.data(), size_t(a.rows * a.cols) * 4);
                  return a;
              },
              "values"_a, "A copy of a NumPy matrix.")
         .def("take_rows",
-             [](Cpu& c, const Array& x, nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> rows) {
-                 Array out = c.array(int64_t(rows.shape(0)), x.cols);
-                 for (int64_t i = 0; i < out.rows; i++) {
-                     const int64_t r = rows.data()[i];
-                     if (r < 0 || r >= x.rows) throw std::out_of_range("row outside the array");
-                     std::memcpy(out.row(i), x.row(r), size_t(x.cols) * 4);
-                 }
+             [](Cpu& c, const Array& x, Ints rows) {
+                 const int64_t n = int64_t(rows.shape(0));
+                 for (int64_t i = 0; i < n; i++)
+                     need(rows.data()[i] >= 0 && rows.data()[i] < x.rows, "take_rows: there is no row ",
+                          rows.data()[i], " in ", x.rows);
+                 Array out = c.array(n, x.cols);
+                 for (int64_t i = 0; i < n; i++)
+                     std::memcpy(out.row(i), x.row(rows.data()[i]), size_t(x.cols) * 4);
                  return out;
              },
              "x"_a, "rows"_a);
@@ -109,6 +112,7 @@ NB_MODULE(_cpu, m) {
     quire::bind_matrix(m);
     quire::bind_experts(m);
     quire::bind_attention(m);
+    quire::bind_page_work(m);
     quire::bind_sampling(m);
     quire::bind_recurrent(m);
 }

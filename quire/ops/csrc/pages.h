@@ -1,8 +1,6 @@
 // One group's pages in one step as Python describes them, and the plan of who computes what.
 #pragma once
 
-#include <nanobind/ndarray.h>
-
 #include <algorithm>
 #include <atomic>
 #include <memory>
@@ -11,11 +9,9 @@
 
 #include "attention.h"
 #include "check.h"
+#include "numpy.h"
 
 namespace quire {
-
-using Ints = nanobind::ndarray<const int32_t, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
-using IntRows = nanobind::ndarray<const int32_t, nanobind::ndim<2>, nanobind::c_contig, nanobind::device::cpu>;
 
 // Part of a tile for one kv head: what a thread takes at a time.
 struct Item {
@@ -43,13 +39,13 @@ struct Plan {
 
 class Pages {
   public:
-    Pages(int64_t address, int64_t page_bytes, int page_tokens, IntRows tables, Ints first, Ints length, Ints slots,
+    Pages(int64_t base, int64_t page_bytes, int page_tokens, IntRows tables, Ints first, Ints length, Ints slots,
           Ints positions, Ints seq_rows, std::optional<IntRows> slot_positions)
         : tables_(tables), first_(first), length_(length), slots_(slots), positions_(positions), seq_rows_(seq_rows),
           slot_positions_(slot_positions), n_seqs_(int64_t(tables.shape(0))) {
         n_tokens = int64_t(slots.shape(0));
         view = {};
-        view.address = reinterpret_cast<char*>(address);
+        view.base = reinterpret_cast<char*>(base);
         view.page_bytes = page_bytes;
         view.page_tokens = page_tokens;
         view.tables = tables.data();

@@ -53,7 +53,7 @@ void store_tokens(const AttentionShape& s, const PageView& pages, const float* k
     for (int h = 0; h < s.n_kv_heads; h++)
         for (int64_t i = begin; i < end; i++) {
             const int slot = pages.slots[i] % pages.page_tokens;
-            char* page = pages.address + pages.slots[i] / pages.page_tokens * pages.page_bytes;
+            char* page = pages.base + pages.slots[i] / pages.page_tokens * pages.page_bytes;
             const float *key = k + i * stride + h * s.dk, *value = v + i * stride + h * s.dv;
             store_key(s.type_k, page + k_offset + h * k_head, s.dk, slot, key, s.dk);
             store_value(s.type_v, page + v_offset + h * v_head, s.dv, pages.page_tokens, slot, value);

@@ -1,20 +1,15 @@
 // A recurrent layer as Python describes it, and one step's states and logs.
 #pragma once
 
-#include <nanobind/ndarray.h>
-
 #include <cmath>
 #include <optional>
 #include <vector>
 
 #include "check.h"
+#include "numpy.h"
 #include "recurrent.h"
 
 namespace quire {
-
-using Ints = nanobind::ndarray<const int32_t, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
-using Floats = nanobind::ndarray<const float, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
-using FloatRows = nanobind::ndarray<const float, nanobind::ndim<2>, nanobind::c_contig, nanobind::device::cpu>;
 
 class RecurrentLayer {
   public:
@@ -130,12 +125,12 @@ class States {
         int32_t tail;  // of a scan: last tokens that go to the log, behind the state that is written
     };
 
-    States(int64_t state_address, int64_t state_page_bytes, int64_t log_address, int64_t log_page_bytes,
+    States(int64_t state_base, int64_t state_page_bytes, int64_t log_base, int64_t log_page_bytes,
            int64_t log_stride, int64_t log_tokens, Ints state_in, Ints state_out, Ints log_in, Ints log_length,
            Ints log_out, Ints tail, Ints seq_rows)
         : state_page_bytes(state_page_bytes), log_page_bytes(log_page_bytes), log_stride(log_stride),
           log_tokens(log_tokens), n_tokens(int64_t(seq_rows.shape(0))),
-          states_(reinterpret_cast<char*>(state_address)), logs_(reinterpret_cast<char*>(log_address)) {
+          states_(reinterpret_cast<char*>(state_base)), logs_(reinterpret_cast<char*>(log_base)) {
         const size_t n = state_in.shape(0);
         need(state_out.shape(0) == n && log_in.shape(0) == n && log_length.shape(0) == n && log_out.shape(0) == n &&
                  tail.shape(0) == n,

@@ -11,6 +11,7 @@
 #include "bind.h"
 #include "check.h"
 #include "cpu.h"
+#include "numpy.h"
 #include "sampling.h"
 
 namespace nb = nanobind;
@@ -19,9 +20,6 @@ using namespace nb::literals;
 namespace quire {
 namespace {
 
-using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Doubles = nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Words = nb::ndarray<nb::ndim<2>, nb::c_contig, nb::device::cpu, nb::ro>;
 
 const SamplingKernels& kernels_of(Isa isa) {

@@ -1,10 +1,16 @@
 #include "threads.h"
 
 #include <linux/futex.h>
+#include <pthread.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <climits>
+#include <stdexcept>
+#include <system_error>
+#include <utility>
+
+#include "check.h"
 
 namespace quire {
 namespace {
@@ -29,22 +35,46 @@ void futex_wake(std::atomic<uint32_t>& word) {
     syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
 }
 
+std::atomic<uint32_t> forks{0};
+
+uint32_t count_forks() {
+    static const int watched = pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1); });
+    if (watched != 0) throw std::bad_alloc();
+    return forks.load();
+}
+
 }  // namespace
 
-ThreadPool::ThreadPool(int threads) {
-    for (int t = 1; t < threads; t++) workers_.emplace_back([this, t] { work(t); });
+ThreadPool::ThreadPool(int threads) : forks_(count_forks()) {
+    workers_->reserve(size_t(threads));
+    try {
+        for (int t = 1; t < threads; t++) workers_->emplace_back([this, t] { work(t); });
+    } catch (const std::system_error& error) {
+        const int started = size();
+        stop();
+        need(false, "threads=", threads, " could not be started: ", started, " could (", error.code().message(),
+             "); pass fewer");
+    }
 }
 
 ThreadPool::~ThreadPool() {
+    if (forks.load() == forks_) stop();
+    else workers_.release();  // they are the parent's: waiting for them would take for ever
+}
+
+void ThreadPool::stop() {
     stopping_ = true;
     epoch_.fetch_add(1);
     futex_wake(epoch_);
-    for (auto& worker : workers_) worker.join();
+    for (auto& worker : *workers_) worker.join();
 }
 
 void ThreadPool::run(int64_t count, int64_t chunk, Function function, void* context) {
     if (count <= 0) return;
-    if (workers_.empty() || count <= chunk) {
+    const bool alone = workers_->empty();
+    if (!alone && forks.load(std::memory_order_relaxed) != forks_)
+        throw std::runtime_error("this process was forked and has none of its parent's threads; load the model in it");
+    if (alone || count <= chunk) {
         function(context, 0, count, 0);
         return;
     }
@@ -64,14 +94,22 @@ void ThreadPool::run(int64_t count, int64_t chunk, Function function, void* cont
         else futex_wait(gate_, inside);
         inside = gate_.load(std::memory_order_acquire);
     }
+    if (!failed_.load(std::memory_order_relaxed)) return;
+    failed_.store(false, std::memory_order_relaxed);
+    std::rethrow_exception(std::exchange(failure_, nullptr));
 }
 
-void ThreadPool::take_chunks(int thread) {
-    for (;;) {
-        const int64_t begin = next_.fetch_add(chunk_, std::memory_order_relaxed);
-        if (begin >= count_) return;
-        const int64_t end = begin + chunk_ < count_ ? begin + chunk_ : count_;
-        function_(context_, begin, end, thread);
+void ThreadPool::take_chunks(int thread) noexcept {
+    try {
+        for (;;) {
+            const int64_t begin = next_.fetch_add(chunk_, std::memory_order_relaxed);
+            if (begin >= count_) return;
+            const int64_t end = begin + chunk_ < count_ ? begin + chunk_ : count_;
+            function_(context_, begin, end, thread);
+        }
+    } catch (...) {
+        if (!failed_.exchange(true, std::memory_order_relaxed)) failure_ = std::current_exception();
+        next_.store(count_, std::memory_order_relaxed);
     }
 }
 

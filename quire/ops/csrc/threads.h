@@ -4,10 +4,14 @@
 // A worker enters a job only by adding itself to `gate_` while the open bit is set, and the caller
 // returns only after closing the gate and seeing that nobody is inside. So a worker that sleeps
 // through a job never delays it, and none can touch a job after `run` has returned.
+//
+// What a job throws, in whatever thread, ends the job and is thrown by `run`.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
+#include <exception>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -18,15 +22,16 @@ class ThreadPool {
   public:
     using Function = void (*)(void* context, int64_t begin, int64_t end, int thread);
 
-    explicit ThreadPool(int threads);  // the caller counts as one of them
+    // The caller counts as one of them. Throws Refused where the system has not as many.
+    explicit ThreadPool(int threads);
     ~ThreadPool();
     ThreadPool(const ThreadPool&) = delete;
     ThreadPool& operator=(const ThreadPool&) = delete;
 
-    int size() const { return int(workers_.size()) + 1; }
+    int size() const { return int(workers_->size()) + 1; }
 
     // Calls function over [0, count) in pieces of at most `chunk`; returns when all are done. Jobs of
-    // several callers take turns.
+    // several callers take turns. Throws in the child of a fork, which has no threads but its own.
     void run(int64_t count, int64_t chunk, Function function, void* context);
 
     // The same for a callable `f(begin, end, thread)`.
@@ -41,14 +46,19 @@ class ThreadPool {
 
   private:
     void work(int thread);
-    void take_chunks(int thread);
+    void take_chunks(int thread) noexcept;
+    void stop();
 
-    std::vector<std::thread> workers_;
+    // Pointed to, so that they can be left alone where they do not exist any more.
+    std::unique_ptr<std::vector<std::thread>> workers_ = std::make_unique<std::vector<std::thread>>();
+    const uint32_t forks_;  // of this process and its parents, when the threads were started
     std::mutex turn_;
     // The job: written by the caller while the gate is closed, read by those inside.
     Function function_ = nullptr;
     void* context_ = nullptr;
     int64_t count_ = 0, chunk_ = 1;
+    std::atomic<bool> failed_{false};
+    std::exception_ptr failure_;  // written by whoever set `failed_`
     alignas(64) std::atomic<int64_t> next_{0};
     alignas(64) std::atomic<uint32_t> gate_{0};      // OPEN bit | how many workers are inside
     alignas(64) std::atomic<uint32_t> epoch_{0};     // one more for each job; workers wait on it

@@ -2,25 +2,31 @@
 
 #include <sys/mman.h>
 
+#include <cstdlib>
+#include <cstring>
 #include <new>
+
+#include "huge_page.h"
+#include "sanitized.h"
 
 namespace quire {
 namespace {
 
-constexpr int64_t HUGE_PAGE = int64_t(2) << 20, CHUNK = 16 * HUGE_PAGE;
+constexpr int64_t CHUNK = 16 * HUGE_PAGE;
 
-int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
-
-// Maps `bytes` that begin at a huge page's border.
+// Zeroed bytes that begin at a huge page's border.
 std::shared_ptr<void> map(int64_t bytes) {
+    if constexpr (SANITIZED) {
+        void* data = nullptr;
+        if (posix_memalign(&data, 64, size_t(bytes)) != 0) throw std::bad_alloc();
+        return {std::memset(data, 0, size_t(bytes)), std::free};
+    }
     const size_t size = size_t(bytes + HUGE_PAGE);
     void* data = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (data == MAP_FAILED) throw std::bad_alloc();
     const std::shared_ptr<void> whole(data, [size](void* p) { munmap(p, size); });
-    void* aligned = reinterpret_cast<void*>(round_up(reinterpret_cast<int64_t>(data), HUGE_PAGE));
-#if defined(MADV_HUGEPAGE)
-    madvise(aligned, size_t(bytes), MADV_HUGEPAGE);  // advice: where it is refused, small pages serve
-#endif
+    void* aligned = huge_border(data);
+    advise_huge(aligned, bytes);
     return {whole, aligned};
 }
 
@@ -29,12 +35,13 @@ std::shared_ptr<void> map(int64_t bytes) {
 TileMemory TileArena::take(int64_t bytes) {
     TileMemory memory;
     memory.bytes_ = bytes;
-    const int64_t size = round_up(bytes, 64);
-    if (size > CHUNK / 4) {
+    const int64_t size = SANITIZED ? bytes : round_up(bytes, 64);
+    if (SANITIZED || size > CHUNK / 4) {
         memory.chunk_ = map(size);
         memory.data_ = static_cast<uint8_t*>(memory.chunk_.get());
         return memory;
     }
+    std::lock_guard lock(mutex_);
     if (size > left_) {
         chunk_ = map(CHUNK);
         next_ = static_cast<uint8_t*>(chunk_.get());

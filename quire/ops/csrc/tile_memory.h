@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
 
 namespace quire {
 
@@ -27,6 +28,7 @@ class TileArena {
     TileMemory take(int64_t bytes);  // zeroed; throws std::bad_alloc
 
   private:
+    std::mutex mutex_;
     std::shared_ptr<void> chunk_;
     uint8_t* next_ = nullptr;
     int64_t left_ = 0;

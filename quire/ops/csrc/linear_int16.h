@@ -1,4 +1,4 @@
-// The product that ends a model: see fine.cpp.
+// The product that ends a model: see linear_int16.cpp.
 #pragma once
 
 #include "matrix.h"
@@ -6,6 +6,6 @@
 namespace quire {
 
 // out = w · rms_norm(x) with activations of 16 bits. Arguments are checked by the caller.
-void linear_fine(Cpu& cpu, const Array& x, const Matrix& w, const float* norm, float eps, Array& out);
+void linear_int16(Cpu& cpu, const Array& x, const Matrix& w, const float* norm, float eps, Array& out);
 
 }  // namespace quire

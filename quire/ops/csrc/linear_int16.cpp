@@ -1,7 +1,7 @@
 // A product whose activations keep 16 bits: each row is followed by what its int8 groups lose, the
 // pair is multiplied as two rows, and the two results are added. One reading of the weights serves
 // both, so where that reading is the work (a few rows), the second row is nearly free.
-#include "fine.h"
+#include "linear_int16.h"
 
 #include <algorithm>
 #include <cmath>
@@ -24,7 +24,7 @@ void residual(const float* x, int64_t cols, float* out) {
 
 }  // namespace
 
-void linear_fine(Cpu& cpu, const Array& x, const Matrix& w, const float* norm, float eps, Array& out) {
+void linear_int16(Cpu& cpu, const Array& x, const Matrix& w, const float* norm, float eps, Array& out) {
     const MatmulKernels& kernels = matmul_kernels(cpu.isa);
     const int64_t n = x.rows;
     Array rows = cpu.array(2 * n, w.cols), both = cpu.array(2 * n, w.rows);

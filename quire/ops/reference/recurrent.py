@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.ops.reference import Bytes, Floats
+from quire.ops.reference.kv import Bytes
+from quire.ops.reference.matrices import Floats
 
 Doubles = NDArray[np.float64]
 
@@ -38,6 +39,17 @@ class Remembered:
     """[width - 1, channels] raw inputs of the last tokens."""
     state: Doubles
     """[value heads, dk, dv]; of no heads for a short convolution."""
+
+    @classmethod
+    def of_page(cls, page: Bytes, start: Remembered) -> Remembered:
+        """What the bytes of a state page say, in the shape of a start."""
+        heads, dk, dv = start.state.shape
+        blocks = -(-dv // LANES)
+        at = -(-start.tail.size // LANES) * LANES
+        values = page.view(np.float32).astype(np.float64)
+        tail = values[: start.tail.size].reshape(start.tail.shape)
+        lanes = values[at:].reshape(heads, blocks, dk, LANES).transpose(0, 2, 1, 3)
+        return cls(tail, lanes.reshape(heads, dk, blocks * LANES)[..., :dv])
 
     def page(self) -> Bytes:
         """The bytes of this in a state page."""
@@ -72,8 +84,24 @@ class Convolution:
         return np.zeros((width - 1, channels))
 
 
+class _Scanned:
+    """A layer whose log keeps its input rows as they are."""
+
+    def entries(self, x: Floats) -> Floats:
+        """What a log keeps of tokens."""
+        return x
+
+    def replay(self, entries: Floats, before: Remembered) -> Remembered:
+        """What is remembered after the tokens of a log."""
+        return self.run(entries, before)[1]
+
+    def run(self, x: Floats, before: Remembered) -> tuple[Doubles, Remembered]:
+        """Outputs of new tokens, and what is remembered after them."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class DeltaNet:
+class DeltaNet(_Scanned):
     """A gated delta net; rows are [q | k | v | b | a]."""
 
     n_k: int
@@ -110,6 +138,16 @@ class DeltaNet:
             out[t] = np.einsum("hkv,hk->hv", state, q[t] * self.dk**-0.5)
         return out.reshape(len(x), -1), Remembered(tail, state)
 
+    @property
+    def in_cols(self) -> int:
+        """Columns of an input row."""
+        return len(self.conv.weight) + 2 * self.n_v
+
+    @property
+    def out_cols(self) -> int:
+        """Columns of an output row."""
+        return self.n_v * self.dv
+
     def _heads(self, x: Doubles) -> Doubles:
         """Key heads as the value heads read them."""
         times = self.n_v // self.n_k
@@ -117,7 +155,7 @@ class DeltaNet:
 
 
 @dataclass(frozen=True)
-class Ssd:
+class Ssd(_Scanned):
     """Mamba-2; rows are [x | B | C | dt]."""
 
     n_heads: int
@@ -154,6 +192,16 @@ class Ssd:
             out[t] = np.einsum("hnp,hn->hp", state, c[t]) + self.d[:, None] * values[t]
         return out.reshape(len(x), -1), Remembered(tail, state)
 
+    @property
+    def in_cols(self) -> int:
+        """Columns of an input row."""
+        return len(self.conv.weight) + self.n_heads
+
+    @property
+    def out_cols(self) -> int:
+        """Columns of an output row."""
+        return self.n_heads * self.head_dim
+
 
 @dataclass(frozen=True)
 class ShortConv:
@@ -165,11 +213,30 @@ class ShortConv:
         """Before the first token."""
         return Remembered(self.conv.start(), np.zeros((0, 1, 1)))
 
+    def entries(self, x: Floats) -> Floats:
+        """What a log keeps of tokens."""
+        b, _, values = np.split(x, 3, 1)
+        return b * values
+
+    def replay(self, entries: Floats, before: Remembered) -> Remembered:
+        """What is remembered after the tokens of a log."""
+        return Remembered(self.conv.run(entries.astype(np.float64), before.tail)[1], before.state)
+
     def run(self, x: Floats, before: Remembered) -> tuple[Doubles, Remembered]:
         """Outputs of new tokens, and what is remembered after them."""
-        b, c, values = np.split(x.astype(np.float64), 3, 1)
-        mixed, tail = self.conv.run(b * values, before.tail)
+        c = np.split(x.astype(np.float64), 3, 1)[1]
+        mixed, tail = self.conv.run(self.entries(x).astype(np.float64), before.tail)
         return c * mixed, Remembered(tail, before.state)
+
+    @property
+    def in_cols(self) -> int:
+        """Columns of an input row."""
+        return 3 * len(self.conv.weight)
+
+    @property
+    def out_cols(self) -> int:
+        """Columns of an output row."""
+        return len(self.conv.weight)
 
 
 def gated_norm(

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.ops import SILU_MUL
-from quire.ops.reference import Floats, linear, rms_norm
+from quire.ops.reference.matrices import Floats, linear, rms_norm
 
 
 def choose_experts(
