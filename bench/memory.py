@@ -23,13 +23,16 @@ from _plot import Line, chart
 
 import quire
 from quire.config import process_memory
-from quire.memory.attention import AttentionMemory
-from quire.memory.budget import Budget
-from quire.memory.interface import Memory, SeqTokens
-from quire.memory.layout import AttentionLayout, GroupSpec, KVType
-from quire.memory.pool import PagePool
-from quire.memory.recurrent import RecurrentMemory
-from quire.memory.state_layout import RecurrentSpec, StateLayout
+from quire.devices.budget import Budget
+from quire.devices.device import GroupKernels
+from quire.devices.host import HostDevice
+from quire.memory.batch import SeqTokens
+from quire.memory.groups.attention import AttentionGroup
+from quire.memory.groups.layout import AttentionLayout, GroupSpec, KVType
+from quire.memory.groups.recurrent import RecurrentGroup
+from quire.memory.groups.state_layout import RecurrentSpec, StateLayout
+from quire.memory.memory import Memory
+from quire.ops.cpu import CpuOps
 
 MIB = 2**20
 SMOLLM2 = GroupSpec("attention", "attention", tuple(range(30)), 3, 64, 64)
@@ -64,21 +67,28 @@ def _short(figure: Any) -> str:
 
 
 def append(memory: Memory, seq: int, n: int) -> None:
-    """So many tokens more, without any kernel."""
+    """So many tokens more, without any kernel but those that copy pages."""
     with memory.reserve([SeqTokens(seq, np.zeros(n, np.int32))]) as lease:
+        memory.run(lease.ubatch.work)
         lease.commit({seq: n})
 
 
-def attention(limit: int = 8 << 30, page_tokens: int = 16) -> AttentionMemory:
+def device(limit: int) -> HostDevice:
+    """The host's memory."""
+    return HostDevice(Budget(limit), CpuOps(threads=1))
+
+
+def attention(limit: int = 8 << 30, page_tokens: int = 16) -> Memory:
     """Memory as SmolLM2 has it."""
     layout = AttentionLayout(SMOLLM2, KVType.F16, KVType.F16, page_tokens)
-    return AttentionMemory(layout, Budget(limit))
+    return Memory([AttentionGroup(layout, device(limit))])
 
 
-def recurrent(state_bytes: int) -> RecurrentMemory:
+def recurrent(state_bytes: int) -> Memory:
     """A sequence's state of so many bytes, and a log of a hundredth of it per token."""
     spec = RecurrentSpec("state", (0,), state_bytes, max(state_bytes // 100, 64))
-    return RecurrentMemory(StateLayout(spec), Budget(8 << 30), lambda *_: None)
+    kernels = GroupKernels(fold=lambda *_: None)
+    return Memory([RecurrentGroup(StateLayout(spec), device(8 << 30), kernels)])
 
 
 def timed(action: Callable[[], object]) -> float:
@@ -89,22 +99,23 @@ def timed(action: Callable[[], object]) -> float:
 
 
 class Copies:
-    """Counts the bytes that pools copy while it is open."""
+    """Counts the bytes that a memory's device copies while it is open."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.n_bytes = 0
+        self._ops: Any = memory.devices[0].ops
+        self._real = self._ops.copy_pages
 
     def __enter__(self) -> Copies:
-        self.n_bytes = 0
-        self._real = PagePool.copy_page
-        real = self._real
+        def copy_pages(base: int, page_bytes: int, sources: Any, targets: Any) -> None:
+            self.n_bytes += page_bytes * len(sources)
+            self._real(base, page_bytes, sources, targets)
 
-        def copy_page(pool: PagePool, source: int, target: int) -> None:
-            self.n_bytes += pool.page_bytes
-            real(pool, source, target)
-
-        PagePool.copy_page = copy_page  # type: ignore[method-assign]
+        self._ops.copy_pages = copy_pages
         return self
 
     def __exit__(self, *_: object) -> None:
-        PagePool.copy_page = self._real  # type: ignore[method-assign]
+        self._ops.copy_pages = self._real
 
 
 def checkpoints(out: Path) -> list[dict[str, Any]]:
@@ -117,7 +128,7 @@ def checkpoints(out: Path) -> list[dict[str, Any]]:
         rows.append({"kind": "recurrent", "state_mib": size, **checkpoint_times(memory)})
     memory = attention()
     append(memory, 0, 8190)
-    held = memory.pool.used * memory.pool.page_bytes / MIB
+    held = memory.pools[0].used * memory.pools[0].page_bytes / MIB
     rows.append({"kind": "attention, 8k tokens", "state_mib": held, **checkpoint_times(memory)})
     states = [row for row in rows if row["kind"] == "recurrent"]
     sizes = [float(row["state_mib"]) for row in states]
@@ -136,7 +147,7 @@ def checkpoint_times(memory: Memory) -> dict[str, Any]:
     """Median and p99 of each operation, and the bytes that all of them moved."""
     times: dict[str, list[float]] = {"save": [], "restore": [], "delete": []}
     gc.collect()
-    with Copies() as copies:
+    with Copies(memory) as copies:
         for _ in range(ROUNDS):
             times["save"].append(timed(lambda: memory.checkpoint_save(0, "here")))
             times["restore"].append(timed(lambda: memory.checkpoint_restore(0, "here")))
@@ -156,7 +167,7 @@ def fork() -> dict[str, Any]:
     for _ in range(ROUNDS):
         times.append(timed(lambda: memory.seq_cp(0, 1)))
         memory.seq_free(1)
-    with Copies() as copies:
+    with Copies(memory) as copies:
         memory.seq_cp(0, 1)
         append(memory, 0, 1)
         append(memory, 1, 1)
@@ -183,7 +194,7 @@ def churn(out: Path) -> dict[str, Any]:
     A contiguous cache keeps a slot of n_ctx tokens for each sequence from start to end.
     """
     memory, rng = attention(), random.Random(1)
-    n_ctx, per_token = 4096, memory.layout.bytes_per_token
+    n_ctx, per_token = 4096, memory.stats()["attention"]["bytes_per_token"]
     live: dict[int, int] = {}
     steps: list[float] = []
     held: list[float] = []
@@ -203,7 +214,7 @@ def churn(out: Path) -> dict[str, Any]:
                 memory.seq_free(seq)
                 del live[seq]
         steps.append(float(step))
-        held.append(memory.pool.committed / MIB)
+        held.append(memory.pools[0].committed / MIB)
         used.append(sum(live.values()) * per_token / MIB)
         contiguous.append(len(live) * n_ctx * per_token / MIB)
     chart(

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
+from quire.devices.device import Device, GroupKernels
 from quire.errors import BudgetError, ModelError, RequestError
-from quire.memory.attention import AttentionMemory
-from quire.memory.budget import Budget
-from quire.memory.hybrid import HybridMemory
-from quire.memory.interface import Memory
-from quire.memory.layout import AttentionLayout, GroupSpec, KVType
-from quire.memory.recurrent import RecurrentMemory
-from quire.memory.state_layout import Fold, RecurrentSpec, StateLayout
-from quire.memory.update import Move, Rotate
-from quire.memory.window import WindowMemory
+from quire.memory.groups.attention import AttentionGroup
+from quire.memory.groups.group import AnyGroup
+from quire.memory.groups.layout import AttentionLayout, GroupSpec, KVType
+from quire.memory.groups.recurrent import RecurrentGroup
+from quire.memory.groups.state_layout import RecurrentSpec, StateLayout
+from quire.memory.groups.window import WindowGroup
+from quire.memory.memory import Memory
 
 _ENDLESS = 2**26  # pages of a sequence whose memory does not grow
 
@@ -37,21 +35,8 @@ class MemorySettings(Protocol):
     def swa_full(self) -> bool: ...
 
 
-@dataclass(frozen=True)
-class GroupKernels:
-    """What the device can do with the pages of one group, besides computing tokens with them.
-
-    Without `rotate` positions cannot move, without `move` holes are not closed; a recurrent group
-    needs `fold`.
-    """
-
-    rotate: Rotate | None = None
-    move: Move | None = None
-    fold: Fold | None = None
-
-
 def build_memory(
-    groups: Sequence[GroupSpec | RecurrentSpec], budget: Budget, settings: MemorySettings,
+    groups: Sequence[GroupSpec | RecurrentSpec], device: Device, settings: MemorySettings,
     kernels: Mapping[str, GroupKernels],
 ) -> Memory:  # fmt: skip
     """The memory of a model with these groups, and kernels by the names of groups."""
@@ -60,8 +45,7 @@ def build_memory(
     if not settings.kv_cache_demand_paged:
         _check_up_front(groups, settings)
     none = GroupKernels()
-    parts = [_part(group, budget, settings, kernels.get(group.name, none)) for group in groups]
-    return parts[0] if len(parts) == 1 else HybridMemory(parts)
+    return Memory([_group(g, device, settings, kernels.get(g.name, none)) for g in groups])
 
 
 def attention_layout(group: GroupSpec, settings: MemorySettings) -> AttentionLayout:
@@ -70,20 +54,20 @@ def attention_layout(group: GroupSpec, settings: MemorySettings) -> AttentionLay
     return AttentionLayout(group, type_k, type_v, settings.page_tokens)
 
 
-def _part(
-    group: GroupSpec | RecurrentSpec, budget: Budget, settings: MemorySettings,
+def _group(
+    group: GroupSpec | RecurrentSpec, device: Device, settings: MemorySettings,
     kernels: GroupKernels,
-) -> Memory:  # fmt: skip
+) -> AnyGroup:  # fmt: skip
     if group.kind == "recurrent":
         if kernels.fold is None:
             raise ModelError(f"group {group.name!r} is recurrent; the model gives no way to fold")
-        return RecurrentMemory(StateLayout(group), budget, kernels.fold)
+        return RecurrentGroup(StateLayout(group), device, kernels)
     layout = attention_layout(group, settings)
     tokens, demand_paged = settings.kv_cache_tokens, settings.kv_cache_demand_paged
-    common = (layout, budget, tokens, demand_paged, kernels.rotate, kernels.move)
+    common = (layout, device, kernels, tokens, demand_paged)
     if group.kind == "window":
-        return WindowMemory(*common, swa_full=settings.swa_full)
-    return AttentionMemory(*common)
+        return WindowGroup(*common, swa_full=settings.swa_full)
+    return AttentionGroup(*common)
 
 
 def _check_up_front(groups: Sequence[GroupSpec | RecurrentSpec], settings: MemorySettings) -> None:

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any
 
 import numpy as np
 
 from quire.errors import RequestError
+from quire.memory.tiers.parking import Parked
 
-T = TypeVar("T")
 
-
-@dataclass(frozen=True)
-class Checkpoint(Generic[T]):
+@dataclass
+class Checkpoint:
     """A sequence as it was: holding its pages is all that keeps it."""
 
     name: str
     seq: int
     """The sequence it was taken of."""
-    table: T
+    tables: tuple[Any, ...]
+    """One for each group."""
+    cached: bool = False
+    """Whether the prefix index keeps it, which gives way to whoever needs the room."""
+    parked: Parked | None = None
+    """Where its own pages are while they lie in a tier."""
 
 
 @dataclass
@@ -48,11 +52,11 @@ class Timing:
         return float(np.percentile(self._recent, 99)) / 1000 if self._recent else 0.0
 
 
-class Checkpoints(Generic[T]):
+class Checkpoints:
     """Checkpoints by name, in the order they were saved."""
 
     def __init__(self) -> None:
-        self.by_name: dict[str, Checkpoint[T]] = {}
+        self.by_name: dict[str, Checkpoint] = {}
         done = ("save", "restore", "delete", "to_bytes", "from_bytes")
         self.timings = {what: Timing() for what in done}
         self._made = 0
@@ -67,7 +71,7 @@ class Checkpoints(Generic[T]):
             raise RequestError(f"there is a checkpoint {name!r} already; delete it first")
         return name
 
-    def get(self, name: str) -> Checkpoint[T]:
+    def get(self, name: str) -> Checkpoint:
         """The checkpoint of this name."""
         if name not in self.by_name:
             raise RequestError(f"there is no checkpoint {name!r}; there are {list(self.by_name)}")

@@ -7,7 +7,7 @@ from typing import overload
 
 import numpy as np
 
-from quire.memory.layout import Int32
+from quire.memory.groups.layout import Int32
 
 _LEAST = 64
 

@@ -11,20 +11,33 @@ import ctypes
 from collections.abc import Sequence
 
 import numpy as np
-from fake_kernel import Token, attend, entry, history, move, rotate, write_pages
+from fake_kernel import (
+    KERNELS,
+    Token,
+    attend,
+    entry,
+    history,
+    make_device,
+    page_address,
+    page_bytes,
+    write_pages,
+)
 from numpy.typing import NDArray
 
-from quire.memory.attention import AttentionMemory
-from quire.memory.budget import Budget
-from quire.memory.hybrid import HybridMemory
-from quire.memory.interface import Memory, MicroBatch, PageView
-from quire.memory.layout import AttentionLayout, GroupSpec, KVType
-from quire.memory.pool import PagePool
-from quire.memory.recurrent import RecurrentMemory
-from quire.memory.state_layout import RecurrentSpec, StateLayout, StateView
-from quire.memory.state_table import StateTable
-from quire.memory.table import Table
-from quire.memory.window import WindowMemory
+from quire.devices.budget import Budget
+from quire.devices.device import GroupKernels
+from quire.memory.batch import MicroBatch
+from quire.memory.groups.attention import AttentionGroup
+from quire.memory.groups.group import AnyGroup
+from quire.memory.groups.layout import AttentionLayout, GroupSpec, KVType
+from quire.memory.groups.recurrent import RecurrentGroup
+from quire.memory.groups.state_layout import RecurrentSpec, StateLayout
+from quire.memory.groups.state_table import StateTable
+from quire.memory.groups.table import Table
+from quire.memory.groups.views import StateView
+from quire.memory.groups.window import WindowGroup
+from quire.memory.memory import Memory
+from quire.memory.pages.pool import PagePool
 
 WINDOW = 6
 LOG_TOKENS = 5
@@ -39,9 +52,8 @@ KINDS: dict[str, tuple[str, ...]] = {
     "window and attention": ("local", "full"),
     "window, attention and recurrent": ("local", "full", "delta"),
 }
-"""The groups of each kind, in the order of the parts."""
+"""The groups of each kind, in order."""
 
-Leaf = AttentionMemory | RecurrentMemory
 _PRIME = 2**61 - 1
 
 
@@ -50,43 +62,55 @@ def make_kind(
     limit: int = 1 << 20, max_tokens: int | None = None, budget: Budget | None = None,
 ) -> Memory:  # fmt: skip
     """A memory of this kind with fake kernels and poisoned pages."""
-    budget = budget or Budget(limit)
-    parts: list[Memory] = []
+    device = make_device(budget or Budget(limit))
+    groups: list[AnyGroup] = []
     for i, name in enumerate(KINDS[kind]):
         layers = (i, i + 10)
         if name == "delta":
             spec = RecurrentSpec(name, layers, state_bytes, 12, LOG_TOKENS)
-            parts.append(RecurrentMemory(StateLayout(spec), budget, fold, poison=True))
+            groups.append(
+                RecurrentGroup(StateLayout(spec), device, GroupKernels(fold=fold), poison=True)
+            )
             continue
         window = None if name == "full" else WINDOW
-        group = GroupSpec(
+        heads = GroupSpec(
             name, "window" if window else "attention", layers, 1, head_dim, head_dim, window
         )
-        layout = AttentionLayout(group, KVType.F32, KVType.F32, page_tokens)
-        common = (layout, budget, max_tokens, True, rotate, move, True)
+        layout = AttentionLayout(heads, KVType.F32, KVType.F32, page_tokens)
+        common = (layout, device, KERNELS, max_tokens, True, True)
         if window:
-            parts.append(WindowMemory(*common, swa_full=name == "kept"))
+            groups.append(WindowGroup(*common, swa_full=name == "kept"))
         else:
-            parts.append(AttentionMemory(*common))
-    return parts[0] if len(parts) == 1 else HybridMemory(parts)
+            groups.append(AttentionGroup(*common))
+    return Memory(groups)
 
 
-def leaves(memory: Memory) -> list[Leaf]:
-    """The memories that have pages of their own."""
-    parts = memory.parts if isinstance(memory, HybridMemory) else (memory,)
-    assert all(isinstance(part, AttentionMemory | RecurrentMemory) for part in parts)
-    return list(parts)  # type: ignore[arg-type]
-
-
-def window_of(memory: Memory) -> int | None:
+def window_of(group: AnyGroup) -> int | None:
     """How far back tokens see, where that is not to the start."""
-    if isinstance(memory, WindowMemory) and not memory.swa_full:
-        return max(memory.window, 2)  # the last token stays in any case
+    if isinstance(group, WindowGroup) and not group.swa_full:
+        return max(group.window, 2)  # the last token stays in any case
     return None
 
 
-def pools(memory: Memory) -> list[PagePool]:
-    return [pool for leaf in leaves(memory) for pool in leaf.pools]
+def table(memory: Memory, group: AnyGroup, seq: int) -> Table | StateTable:
+    """What a sequence holds in a group."""
+    found: Table | StateTable = memory.tables(seq)[memory.groups.index(group)]
+    return found
+
+
+def tables_of(memory: Memory, group: AnyGroup) -> dict[str, Table | StateTable]:
+    """All tables of a group whose pages are here, by what they are of."""
+    at = memory.groups.index(group)
+    found = {f"sequence {seq}": tables[at] for seq, tables in memory._tables.items()}
+    saved = [one for one in memory.checkpoints.by_name.values() if one.parked is None]
+    return found | {f"checkpoint {one.name}": one.tables[at] for one in saved}
+
+
+def kept_pages(memory: Memory, pool: PagePool) -> set[int]:
+    """Pages of a pool that parked checkpoints share with others."""
+    parked = [one.parked for one in memory.checkpoints.by_name.values() if one.parked]
+    return {int(p) for one in parked for part in one.parts if part.pool is pool
+            for p in part.kept[0]}  # fmt: skip
 
 
 # -- a recurrence in exact integers ---------------------------------------------------------------
@@ -126,12 +150,21 @@ def _start(page: int, layout: StateLayout, row: int) -> tuple[int, int]:
     return count, value
 
 
-def fold(state_in: int, log: int, n_entries: int, state_out: int, layout: StateLayout) -> None:
-    """Replays the log on the state."""
-    assert n_entries > 0 and state_out not in (state_in, log)
-    for row in range(len(layout.layers)):
-        result = _run(_start(state_in, layout, row), log, layout, row, n_entries)
-        _state(state_out, layout, row)[:] = result
+def fold(
+    state_base: int, log_base: int, layout: StateLayout, state_in: NDArray[np.int32],
+    log: NDArray[np.int32], n_entries: NDArray[np.int32], state_out: NDArray[np.int32],
+) -> None:  # fmt: skip
+    """Replays logs on states."""
+    for start, entries, n, out in zip(
+        state_in.tolist(), log.tolist(), n_entries.tolist(), state_out.tolist(), strict=True
+    ):
+        assert n > 0 and out != start
+        source = _page(state_base, layout.state_page_bytes, start)
+        raw = _page(log_base, layout.log_page_bytes, entries)
+        target = _page(state_base, layout.state_page_bytes, out)
+        for row in range(len(layout.layers)):
+            result = _run(_start(source, layout, row), raw, layout, row, n)
+            _state(target, layout, row)[:] = result
 
 
 def state_after(tokens: Sequence[Token], layer: int) -> tuple[int, int]:
@@ -145,35 +178,39 @@ def state_after(tokens: Sequence[Token], layer: int) -> tuple[int, int]:
 # -- kernels --------------------------------------------------------------------------------------
 
 
-def write(ubatch: MicroBatch) -> None:
-    """Puts the new tokens into every group."""
-    for view in ubatch.views.values():
-        if isinstance(view, PageView):
-            write_pages(ubatch, view)
+def write(memory: Memory, ubatch: MicroBatch) -> None:
+    """Does the work on pages, then puts the new tokens into every group."""
+    memory.run(ubatch.work)
+    for group in memory.groups:
+        view = ubatch.views[group.name]
+        if isinstance(view, StateView):
+            assert isinstance(group, RecurrentGroup)
+            write_states(group, ubatch, view)
         else:
-            write_states(ubatch, view)
+            write_pages(group.pools[0], ubatch, view)
 
 
 def _page(address: int, page_bytes: int, page: int) -> int:
     return address + page * page_bytes if page >= 0 else 0
 
 
-def write_states(ubatch: MicroBatch, view: StateView) -> None:
+def write_states(group: RecurrentGroup, ubatch: MicroBatch, view: StateView) -> None:
     """Appends to logs or scans into new states, as the view says."""
     layout = view.layout
+    states, logs = group.states.bytes.base, group.logs.bytes.base
     for row in range(len(ubatch.seqs)):
         mine = ubatch.seq_rows == row
         pairs = zip(ubatch.tokens[mine].tolist(), ubatch.positions[mine].tolist(), strict=True)
         tokens = list(pairs)
         length = int(view.log_length[row])
-        log_out = _page(view.log_address, view.log_page_bytes, int(view.log_out[row]))
-        state_out = _page(view.state_address, view.state_page_bytes, int(view.state_out[row]))
+        log_out = _page(logs, view.log_page_bytes, int(view.log_out[row]))
+        state_out = _page(states, view.state_page_bytes, int(view.state_out[row]))
         tail = int(view.tail[row])
         first = len(tokens) - tail if state_out else 0  # the first token that goes into the log
         assert log_out or state_out, "either an append or a scan"
         assert not state_out or (log_out != 0) == (tail > 0), "a tail goes into a log"
         for at, layer in enumerate(layout.layers):
-            state = remembered(view, row, at)
+            state = remembered(group, view, row, at)
             for i, (token, position) in enumerate(tokens):
                 if state_out and i == first:
                     _state(state_out, layout, at)[:] = state
@@ -185,10 +222,10 @@ def write_states(ubatch: MicroBatch, view: StateView) -> None:
                 _state(state_out, layout, at)[:] = state
 
 
-def remembered(view: StateView, row: int, layer_row: int) -> tuple[int, int]:
+def remembered(group: RecurrentGroup, view: StateView, row: int, layer_row: int) -> tuple[int, int]:
     """The state before the new tokens, from what the view shows."""
-    state_in = _page(view.state_address, view.state_page_bytes, int(view.state_in[row]))
-    log_in = _page(view.log_address, view.log_page_bytes, int(view.log_in[row]))
+    state_in = _page(group.states.bytes.base, view.state_page_bytes, int(view.state_in[row]))
+    log_in = _page(group.logs.bytes.base, view.log_page_bytes, int(view.log_in[row]))
     length = int(view.log_length[row])
     assert (log_in == 0) == (length == 0)
     start = _start(state_in, view.layout, layer_row)
@@ -199,15 +236,16 @@ def check_view(memory: Memory, ubatch: MicroBatch, row: int, expected: list[Toke
     """What the kernels see of a sequence, its new tokens included, is what they should."""
     new = int((ubatch.seq_rows == row).sum())
     assert list(ubatch.positions[ubatch.seq_rows == row]) == [p for _, p in expected[-new:]]
-    for leaf in leaves(memory):
-        view = ubatch.views[leaf.layout.spec.name]
+    for group in memory.groups:
+        view = ubatch.views[group.name]
         if isinstance(view, StateView):
+            assert isinstance(group, RecurrentGroup)
             for at, layer in enumerate(view.layout.layers):
-                assert remembered(view, row, at) == state_after(expected[:-new], layer)
+                assert remembered(group, view, row, at) == state_after(expected[:-new], layer)
             continue
-        window = window_of(leaf)
+        window = window_of(group)
         first = 0 if window is None else expected[-new][1] - window + 1
-        check_seen(attend(view, row), expected, first)
+        check_seen(attend(group.pools[0], view, row), expected, first)
 
 
 def check_seen(seen: list[Token], expected: list[Token], first: int) -> None:
@@ -220,35 +258,35 @@ def check_seen(seen: list[Token], expected: list[Token], first: int) -> None:
 # -- what is held ---------------------------------------------------------------------------------
 
 
-def check_table(leaf: Leaf, table: Table | StateTable, expected: list[Token]) -> None:
+def check_table(group: AnyGroup, table: Table | StateTable, expected: list[Token]) -> None:
     """A table of a sequence or checkpoint holds what it should."""
     assert table.next_position == max((p for _, p in expected), default=-1) + 1
-    if isinstance(leaf, RecurrentMemory):
+    if isinstance(group, RecurrentGroup):
         assert isinstance(table, StateTable)
-        state = leaf.states.page_address(table.state) if table.state >= 0 else 0
-        log = leaf.logs.page_address(table.log) if table.log >= 0 else 0
-        for row, layer in enumerate(leaf.layers):
-            start = _start(state, leaf.layout, row)
+        state = page_address(group.states, table.state) if table.state >= 0 else 0
+        log = page_address(group.logs, table.log) if table.log >= 0 else 0
+        for row, layer in enumerate(group.layout.layers):
+            start = _start(state, group.layout, row)
             assert start == state_after(expected[: table.position], layer)
-            end = _run(start, log, leaf.layout, row, table.log_length)
+            end = _run(start, log, group.layout, row, table.log_length)
             assert end == state_after(expected, layer)
         return
-    assert isinstance(table, Table)
-    window = window_of(leaf)
+    assert isinstance(table, Table) and isinstance(group, AttentionGroup)
+    window = window_of(group)
     first = 0 if window is None else table.next_position - window + 1
-    check_seen(history(leaf, table), expected, first)
+    check_seen(history(group, table), expected, first)
 
 
 def check_seq(memory: Memory, seq: int, expected: list[Token]) -> None:
-    """A sequence holds what it should in every part."""
-    for leaf in leaves(memory):
-        check_table(leaf, leaf.table(seq), expected)
+    """A sequence holds what it should in every group."""
+    for group, table in zip(memory.groups, memory.tables(seq), strict=True):
+        check_table(group, table, expected)
 
 
 def check_saved(memory: Memory, name: str, expected: list[Token]) -> None:
-    """A checkpoint holds what it should in every part."""
-    for leaf in leaves(memory):
-        check_table(leaf, leaf.checkpoints.get(name).table, expected)
+    """A checkpoint holds what it should in every group."""
+    for group, table in zip(memory.groups, memory.checkpoints.get(name).tables, strict=True):
+        check_table(group, table, expected)
 
 
 def tokens_at(*tokens: int, start: int = 0) -> list[Token]:
@@ -259,7 +297,7 @@ def tokens_at(*tokens: int, start: int = 0) -> list[Token]:
 def append(memory: Memory, seq: int, *tokens: int, keep: int | None = None) -> None:
     """Computes tokens of one sequence and keeps the first of them."""
     with memory.reserve([entry(seq, *tokens)]) as lease:
-        write(lease.ubatch)
+        write(memory, lease.ubatch)
         lease.commit({seq: len(tokens) if keep is None else keep})
 
 
@@ -268,16 +306,19 @@ def snapshot(memory: Memory, bytes_too: bool = True) -> list[object]:
 
     Idle pages are left out: recurrent pools keep some for later, and reusing them is no change.
     """
-    parts: list[object] = []
-    for leaf in leaves(memory):
-        tables = [*leaf._tables.items()]
-        tables += [(c.name, c.table) for c in leaf.checkpoints.by_name.values()]
-        parts.append(sorted((str(label), _fields(table)) for label, table in tables))
-        for pool in leaf.pools:
-            live = pool.live_pages
-            parts.append((live.tolist(), pool.refs[live].tolist(), pool.frozen[live].tolist()))
-            if bytes_too:
-                parts.append([pool.view(int(page)).tobytes() for page in live])
+    return [part for group in memory.groups for part in group_snapshot(memory, group, bytes_too)]
+
+
+def group_snapshot(memory: Memory, group: AnyGroup, bytes_too: bool = True) -> list[object]:
+    """The same of one group."""
+    tables = tables_of(memory, group)
+    parts: list[object] = [sorted((label, _fields(table)) for label, table in tables.items())]
+    for pool in group.pools:
+        live = pool.live_pages
+        parts.append((live.tolist(), pool.refs[live].tolist(), pool.frozen[live].tolist()))
+        parts.append((pool.cached[live].tolist(), pool.cached_pages, pool.cached_only))
+        if bytes_too:
+            parts.append([page_bytes(pool, int(page)).tobytes() for page in live])
     return parts
 
 
@@ -292,5 +333,5 @@ def _fields(table: Table | StateTable) -> tuple[object, ...]:
 def empty(memory: Memory) -> bool:
     """Whether nothing is held and nothing is paid for."""
     memory.audit()
-    found = [(pool.used, pool.committed) for pool in pools(memory)]
-    return not any(map(any, found)) and pools(memory)[0].budget.used == 0
+    found = [(pool.used, pool.committed) for pool in memory.pools]
+    return not any(map(any, found)) and memory.pools[0].budget.used == 0

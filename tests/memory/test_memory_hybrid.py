@@ -1,38 +1,39 @@
-"""Parts in step: one budget, all or nothing, and the memory a model's groups ask for."""
+"""Groups in step: budgets, all or nothing, and the memory a model's groups ask for."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import fake_kinds
 import pytest
-from fake_kernel import entry
+from fake_kernel import KERNELS as PAGE_KERNELS
+from fake_kernel import entry, make_device, make_layout
 from fake_kinds import (
     TAIL,
     append,
     check_saved,
     check_seq,
     check_view,
-    leaves,
     make_kind,
-    pools,
     snapshot,
+    table,
     tokens_at,
     write,
 )
 
+from quire.devices.budget import Budget
+from quire.devices.device import GroupKernels
 from quire.errors import BudgetError, ModelError, OutOfMemory, RequestError
-from quire.memory import build_memory
-from quire.memory.attention import AttentionMemory
 from quire.memory.audit import AuditError
-from quire.memory.budget import Budget
-from quire.memory.build import GroupKernels
-from quire.memory.hybrid import HybridMemory
-from quire.memory.interface import Memory, Status
-from quire.memory.layout import GroupSpec
-from quire.memory.recurrent import RecurrentMemory
-from quire.memory.state_layout import RecurrentSpec
-from quire.memory.window import WindowMemory
+from quire.memory.build import build_memory
+from quire.memory.groups.attention import AttentionGroup
+from quire.memory.groups.layout import AttentionLayout, GroupSpec, KVType
+from quire.memory.groups.recurrent import RecurrentGroup
+from quire.memory.groups.state_layout import RecurrentSpec
+from quire.memory.groups.window import WindowGroup
+from quire.memory.memory import Memory
+from quire.memory.pages.pool import fit_together
+from quire.memory.status import Status
 
 ALL = "window, attention and recurrent"
 
@@ -45,17 +46,18 @@ def memory() -> Memory:
 def test_one_refusal_refuses_for_all(memory: Memory) -> None:
     append(memory, 0, *range(20))
     append(memory, 0, 20, 21)
-    attention = leaves(memory)[1]
+    attention = memory.groups[1]
+    held = table(memory, attention, 0)
     was = snapshot(memory)
     for p0, p1 in [(3, 5), (5, -1), (-1, 4)]:
-        assert attention.can_rm(0, p0, p1)
+        assert attention.can_remove(held, p0, p1)
         assert not memory.can_rm(0, p0, p1) and not memory.seq_rm(0, p0, p1)
         assert snapshot(memory) == was
-    attention.check_cp(0, 1, 0, 5)
+    assert attention.part(held, attention.empty(), 0, 5).length == 5
     with pytest.raises(RequestError):
         memory.seq_cp(0, 1, 0, 5)
-    attention.check_add(0, 0, -1, 3)
-    assert not memory.can_shift
+    attention.shifted(held, 0, -1, lambda positions: positions + 3)
+    assert attention.can_shift and not memory.can_shift
     with pytest.raises(RequestError, match="cannot move"):
         memory.seq_add(0, 0, -1, 3)
     assert snapshot(memory) == was
@@ -63,21 +65,21 @@ def test_one_refusal_refuses_for_all(memory: Memory) -> None:
     check_seq(memory, 0, tokens_at(*range(21)))
 
 
-def test_parts_compete_for_one_budget() -> None:
-    """What fits each part alone may not fit all of them."""
+def test_groups_compete_for_one_budget() -> None:
+    """What fits each group alone may not fit all of them."""
     memory = make_kind("attention and recurrent", 16, 64, 32_000, limit=200_000)
     counts = [(seq, 16) for seq in range(3)]
-    parts = leaves(memory)
-    assert all(part.fits(counts) for part in parts) and not memory.fits(counts)
+    alone = [group.demand([(s, group.empty(), n) for s, n in counts]) for group in memory.groups]
+    assert all(fit_together(demand) for demand in alone) and not memory.fits(counts)
     was = snapshot(memory)
     with pytest.raises(BudgetError, match="of the budget are free"):
         memory.reserve([entry(seq, *range(16)) for seq in range(3)])
-    assert snapshot(memory) == was and pools(memory)[0].budget.used == 0
+    assert snapshot(memory) == was and memory.pools[0].budget.used == 0
     most = [seq for seq in range(3) if memory.fits(counts[: seq + 1])]
     with memory.reserve([entry(seq, *range(16)) for seq in most]) as lease:
-        write(lease.ubatch)
+        write(memory, lease.ubatch)
         lease.commit(dict.fromkeys(most, 16))
-    assert most and pools(memory)[0].budget.used > 100_000
+    assert most and memory.pools[0].budget.used > 100_000
     memory.audit()
 
 
@@ -86,7 +88,7 @@ def test_states_kept_for_later_make_way_for_attention() -> None:
     append(memory, 0, *range(6))
     append(memory, 1, *range(6))
     memory.seq_free(1)
-    states = leaves(memory)[1].pools[0]
+    states = memory.groups[1].pools[0]
     assert states.committed > 2 * 120_000  # one in use, one idle
     tokens = 6
     while memory.fits([(0, 5)]):
@@ -99,7 +101,7 @@ def test_states_kept_for_later_make_way_for_attention() -> None:
     memory.audit()
 
 
-def test_a_position_is_there_when_all_parts_hold_it(memory: Memory) -> None:
+def test_a_position_is_there_when_all_groups_hold_it(memory: Memory) -> None:
     append(memory, 0, *range(3))
     assert memory.seq_pos_min(0) == 0
     append(memory, 0, *range(3, 30))
@@ -107,10 +109,11 @@ def test_a_position_is_there_when_all_parts_hold_it(memory: Memory) -> None:
     assert memory.seq_pos_min(0) == state_at and memory.seq_pos_max(0) == 29
     append(memory, 0, 30)
     assert memory.seq_pos_min(0) == state_at
-    assert leaves(memory)[0].seq_pos_min(0) < state_at
+    local = memory.groups[0]
+    assert local.first_position(table(memory, local, 0)) < state_at
 
 
-def test_checkpoints_go_across_parts(memory: Memory) -> None:
+def test_checkpoints_go_across_groups(memory: Memory) -> None:
     append(memory, 0, *range(20))
     append(memory, 0, 20)
     memory.checkpoint_save(0, "here")
@@ -120,15 +123,15 @@ def test_checkpoints_go_across_parts(memory: Memory) -> None:
     memory.checkpoint_restore(0, "here")
     check_seq(memory, 0, tokens_at(*range(21)))
     with memory.reserve([entry(0, 7)]) as lease:
-        write(lease.ubatch)
+        write(memory, lease.ubatch)
         check_view(memory, lease.ubatch, 0, tokens_at(*range(21), 7))
         lease.commit({0: 1})
     memory.checkpoint_delete("here")
-    assert not any(leaf.checkpoints.by_name for leaf in leaves(memory))
+    assert not memory.checkpoints.by_name
     memory.audit()
 
 
-def test_an_update_of_parts_is_one_update() -> None:
+def test_an_update_of_groups_is_one_update() -> None:
     memory = make_kind("window and attention")
     append(memory, 0, *range(6))
     memory.seq_add(0, 0, -1, 3)
@@ -146,7 +149,7 @@ def test_an_update_of_parts_is_one_update() -> None:
     check_seq(memory, 0, [(0, 3), (2, 5), (3, 6), (4, 7), (5, 8)])
 
 
-def test_an_update_without_room_in_one_part_changes_nothing() -> None:
+def test_an_update_without_room_in_one_group_changes_nothing() -> None:
     memory = make_kind("window and attention", max_tokens=8)
     append(memory, 0, *range(6))
     memory.seq_cp(0, 1)
@@ -162,21 +165,86 @@ def test_an_update_without_room_in_one_part_changes_nothing() -> None:
     check_seq(memory, 0, tokens_at(*range(6), start=3))
 
 
-def test_audit_sees_parts_that_are_out_of_step(memory: Memory) -> None:
+def test_audit_sees_groups_that_are_out_of_step(memory: Memory) -> None:
     append(memory, 0, *range(4))
     memory.audit()
-    leaves(memory)[1].seq_rm(0, 3, -1)
-    with pytest.raises(AuditError, match="sequence 0 ends at"):
-        memory.audit()
-    leaves(memory)[1].seq_new()
-    with pytest.raises(AuditError, match="hold the sequences"):
+    attention = memory.groups[1]
+    attention.remove(table(memory, attention, 0), 3, -1)
+    with pytest.raises(AuditError, match=r"ends at \[3, 4\] in its groups"):
         memory.audit()
 
 
 def test_groups_need_names_of_their_own() -> None:
-    parts = [make_kind("attention"), make_kind("attention")]
+    groups = [make_kind("attention").groups[0] for _ in range(2)]
     with pytest.raises(ModelError, match="names of their own"):
-        HybridMemory(parts)
+        Memory(groups)
+    with pytest.raises(ModelError, match="names of their own"):
+        Memory([])
+
+
+# -- several devices ------------------------------------------------------------------------------
+
+
+def on_devices(first: Budget, second: Budget) -> Memory:
+    """Two groups with attention of the same size, each on a device with a budget."""
+    groups = []
+    for i, budget in enumerate((first, second)):
+        layout = make_layout(page_tokens=4, head_dim=64)  # 4 KiB to a page
+        spec = replace(layout.spec, name=f"group {i}", layers=(2 * i, 2 * i + 1))
+        layout = AttentionLayout(spec, KVType.F32, KVType.F32, 4)
+        assert layout.page_bytes == 4096
+        device = make_device(budget)
+        device.name = f"device {i}"
+        groups.append(AttentionGroup(layout, device, PAGE_KERNELS, poison=True))
+    return Memory(groups)
+
+
+@pytest.mark.parametrize(("pages", "most"), [((8, 8), 8), ((8, 3), 3), ((2, 8), 2)])
+def test_each_budget_decides_for_its_own_device(pages: tuple[int, int], most: int) -> None:
+    budgets = [Budget(4096 * n) for n in pages]
+    memory = on_devices(*budgets)
+    assert [memory.fits([(0, 4 * n)]) for n in range(1, 10)] == [n <= most for n in range(1, 10)]
+    was = snapshot(memory)
+    with pytest.raises(OutOfMemory):
+        memory.reserve([entry(0, *range(4 * most + 1))])
+    assert snapshot(memory) == was and not any(budget.used for budget in budgets)
+    append(memory, 0, *range(4 * most))
+    check_seq(memory, 0, tokens_at(*range(4 * most)))
+    assert [budget.used for budget in budgets] == [4096 * most] * 2
+    parts = memory.memory_breakdown()
+    assert {name: sum(uses.values()) for name, uses in parts.items()} == {
+        "device 0": 4096 * most, "device 1": 4096 * most,
+    }  # fmt: skip
+    assert not memory.fits([(0, 1)])
+    memory.audit()
+    memory.close()
+    assert not any(budget.used for budget in budgets)
+
+
+def test_devices_that_share_a_budget_are_counted_together() -> None:
+    budget = Budget(4096 * 9)
+    memory = on_devices(budget, budget)
+    assert [memory.fits([(0, 4 * n)]) for n in range(1, 6)] == [True] * 4 + [False]
+    append(memory, 0, *range(16))
+    assert not memory.fits([(0, 1)]) and not memory.fits([(1, 1)])
+    was = snapshot(memory)
+    with pytest.raises(BudgetError):
+        memory.reserve([entry(0, 1)])  # the first group has room for a page
+    assert snapshot(memory) == was and budget.used == 4096 * 8
+    memory.audit()
+
+
+def test_work_goes_to_the_device_that_has_the_pages() -> None:
+    memory = on_devices(Budget(1 << 20), Budget(1 << 20))
+    append(memory, 0, *range(6))
+    memory.seq_cp(0, 1)
+    append(memory, 1, 50)  # a copy on each device
+    memory.seq_rm(0, 1, 3)
+    memory.seq_add(0, 3, -1, 4)
+    memory.init_update(optimize=True).apply()  # and moves and rotations
+    check_seq(memory, 1, tokens_at(*range(6), 50))
+    check_seq(memory, 0, [(0, 0), (3, 7), (4, 8), (5, 9)])
+    memory.audit()
 
 
 # -- building -------------------------------------------------------------------------------------
@@ -201,37 +269,38 @@ KERNELS = {"delta": GroupKernels(fold=fake_kinds.fold)}
 
 
 def test_memory_is_built_from_what_a_model_declares() -> None:
-    budget = Budget(1 << 24)
-    settings = Settings(kv_cache_tokens=1000, swa_full=True)
-    memory = build_memory([FULL, LOCAL, DELTA], budget, settings, KERNELS)
-    assert isinstance(memory, HybridMemory)
-    full, local, delta = memory.parts
-    assert type(full) is AttentionMemory and full.pool.max_pages == 63
-    assert type(local) is WindowMemory and local.swa_full and local.window == 128
-    assert type(delta) is RecurrentMemory and delta.layout.log_tokens == 16
+    device = make_device(Budget(1 << 24))
+    settings = Settings(type_k="q8_0", kv_cache_tokens=1000, swa_full=True)
+    memory = build_memory([FULL, LOCAL, DELTA], device, settings, KERNELS)
+    full, local, delta = memory.groups
+    assert type(full) is AttentionGroup and full.pool.max_pages == 63
+    assert full.layout.bytes_per_token == 2 * 2 * (68 + 128)
+    assert type(local) is WindowGroup and local.swa_full and local.window == 128
+    assert type(delta) is RecurrentGroup and delta.layout.log_tokens == 16
     assert memory.layers == (0, 3, 1, 2)  # layer 3 has attention and a state
-    assert {id(pool.budget) for pool in pools(memory)} == {id(budget)}
+    assert memory.devices == (device,)
+    assert {id(pool.budget) for pool in memory.pools} == {id(device.budget)}
     groups: list[GroupSpec | RecurrentSpec] = [FULL, LOCAL, DELTA]
-    for group, kind in zip(groups, (AttentionMemory, WindowMemory, RecurrentMemory), strict=True):
-        alone = build_memory([group], Budget(1 << 24), Settings(), KERNELS)
+    for group, kind in zip(groups, (AttentionGroup, WindowGroup, RecurrentGroup), strict=True):
+        alone = build_memory([group], make_device(Budget(1 << 24)), Settings(), KERNELS).groups[0]
         assert type(alone) is kind
-        assert not isinstance(alone, WindowMemory) or not alone.swa_full
+        assert not isinstance(alone, WindowGroup) or not alone.swa_full
 
 
 def test_what_cannot_be_built_is_said() -> None:
     with pytest.raises(ModelError, match="no groups"):
-        build_memory([], Budget(1 << 24), Settings(), {})
+        build_memory([], make_device(Budget(1 << 24)), Settings(), {})
     with pytest.raises(ModelError, match=r"'delta' is recurrent.*fold"):
-        build_memory([FULL, DELTA], Budget(1 << 24), Settings(), {})
+        build_memory([FULL, DELTA], make_device(Budget(1 << 24)), Settings(), {})
     up_front = Settings(kv_cache_demand_paged=False)
     with pytest.raises(RequestError, match=r"'full', 'local'.*set kv_cache_tokens"):
-        build_memory([FULL, LOCAL], Budget(1 << 24), up_front, {})
+        build_memory([FULL, LOCAL], make_device(Budget(1 << 24)), up_front, {})
     with pytest.raises(RequestError, match="how many states group 'delta'"):
-        build_memory([DELTA], Budget(1 << 24), up_front, KERNELS)
+        build_memory([DELTA], make_device(Budget(1 << 24)), up_front, KERNELS)
 
 
 def test_several_pools_can_be_taken_up_front() -> None:
     budget = Budget(1 << 24)
     settings = Settings(kv_cache_tokens=320, kv_cache_demand_paged=False)
-    memory = build_memory([FULL, LOCAL], budget, settings, {})
-    assert budget.used == sum(20 * pool.page_bytes for pool in pools(memory))
+    memory = build_memory([FULL, LOCAL], make_device(budget), settings, {})
+    assert budget.used == sum(20 * pool.page_bytes for pool in memory.pools)

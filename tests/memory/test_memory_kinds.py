@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from io import BytesIO
 from typing import Any
 
-import fake_kinds
 import pytest
-from fake_kernel import entry
+from fake_kernel import FakeOps, entry
 from fake_kinds import (
     KINDS,
     LOG_TOKENS,
@@ -18,19 +18,20 @@ from fake_kinds import (
     check_seq,
     check_view,
     empty,
-    leaves,
     make_kind,
-    pools,
     snapshot,
     tokens_at,
     write,
 )
 
+from quire.devices.device import GroupKernels
 from quire.errors import OutOfMemory, PagesError, RequestError
 from quire.memory.audit import AuditError
-from quire.memory.interface import Memory, Status
-from quire.memory.pool import PagePool
-from quire.memory.recurrent import RecurrentMemory
+from quire.memory.batch import SeqTokens
+from quire.memory.memory import Memory
+from quire.memory.pages.pool import PagePool
+from quire.memory.pages.reserved import ReservedPages
+from quire.memory.status import Status
 
 
 @pytest.fixture(params=sorted(KINDS))
@@ -49,14 +50,16 @@ def memory(kind: str) -> Iterator[Memory]:
 def moved(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Everything that moves bytes of a page or makes a new one."""
     made: list[str] = []
-    for name in ("copy_page", "allocate_one", "_lowest_free"):
-        real = getattr(PagePool, name)
+    for of, name in (
+        (FakeOps, "copy_pages"), (PagePool, "allocate_one"), (PagePool, "_lowest_free"),
+    ):  # fmt: skip
+        real = getattr(of, name)
 
         def counted(*args: Any, real: Any = real, name: str = name) -> Any:
             made.append(name)
             return real(*args)
 
-        monkeypatch.setattr(PagePool, name, counted)
+        monkeypatch.setattr(of, name, counted)
     return made
 
 
@@ -66,8 +69,8 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_lease_shows_where_tokens_go_and_keeps_what_is_accepted(memory: Memory) -> None:
     append(memory, 3, 10, 11, 12)
     with memory.reserve([entry(3, 13, 14, 15), entry(0, 20)]) as lease:
-        assert sorted(lease.views) == sorted(leaf.layout.spec.name for leaf in leaves(memory))
-        write(lease.ubatch)
+        assert sorted(lease.views) == sorted(group.name for group in memory.groups)
+        write(memory, lease.ubatch)
         check_view(memory, lease.ubatch, 0, tokens_at(*range(10, 16)))
         check_view(memory, lease.ubatch, 1, tokens_at(20))
         memory.audit()
@@ -96,10 +99,10 @@ def test_an_undone_step_leaves_everything_as_it_was(memory: Memory, before: int,
     assert snapshot(memory) == was
     with memory.reserve(entries) as lease:
         memory.audit()
-        write(lease.ubatch)
+        write(memory, lease.ubatch)
         memory.audit()
     with memory.reserve(entries) as lease:
-        write(lease.ubatch)
+        write(memory, lease.ubatch)
         lease.commit({0: 0, 1: 0, 5: 0})
     # Entries nobody sees may have been written; everything else is as it was.
     assert snapshot(memory, bytes_too=False) == was_held
@@ -116,7 +119,7 @@ def test_any_part_of_a_draft_can_be_kept(memory: Memory, n: int) -> None:
     for step, kept in enumerate([*range(n + 1), *range(n, -1, -1)] * 2):
         draft = range(1000 * step, 1000 * step + n)
         with memory.reserve([entry(0, *draft)]) as lease:
-            write(lease.ubatch)
+            write(memory, lease.ubatch)
             check_view(memory, lease.ubatch, 0, tokens_at(*expected, *draft))
             lease.commit({0: kept})
         expected += draft[:kept]
@@ -130,7 +133,7 @@ def test_what_cannot_be_kept_is_refused_before_anything_changes(memory: Memory) 
     room = memory.room_for_draft(0)
     n = LOG_TOKENS + 3
     with memory.reserve([entry(0, *range(10, 10 + n)), entry(1, 7)]) as lease:
-        write(lease.ubatch)
+        write(memory, lease.ubatch)
         if n > room:
             was = snapshot(memory)
             with pytest.raises(RequestError, match=r"keep 6 or more, or none.*room_for_draft"):
@@ -187,15 +190,18 @@ def test_no_room_is_said_before_anything_changes(kind: str, size: int) -> None:
     memory.audit()
 
 
-@pytest.mark.parametrize("how", ["reserve", "init_batch"])
-def test_whatever_fails_while_reserving_is_undone(
-    memory: Memory, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each allocation, copy and fold of a step that needs all of them, one after the other."""
-    append(memory, 0, *range(1, 5))
+def step_of_all_kinds(memory: Memory) -> list[SeqTokens]:
+    """What takes new pages, copies and folds, and scans."""
+    append(memory, 0, *range(1, 4))
     memory.seq_cp(0, 1)
     memory.checkpoint_save(1)
-    entries = [entry(0, *range(10, 14)), entry(1, 20), entry(2, *range(30, 40))]
+    return [entry(0, *range(10, 14)), entry(1, 20), entry(2, *range(30, 40))]
+
+
+def each_call_fails(
+    memory: Memory, step: Callable[[], None], patch: Callable[[Callable[..., Any]], None]
+) -> int:
+    """Does a step until no call of what is patched fails any more; returns how many did."""
     was = snapshot(memory)
     calls: Iterator[int] = itertools.count()
     failing = -1
@@ -208,31 +214,68 @@ def test_whatever_fails_while_reserving_is_undone(
 
         return wrapper
 
-    for pool in pools(memory):
-        for name in ("allocate", "copy_page"):
-            monkeypatch.setattr(pool, name, fails(getattr(pool, name)))
-    for leaf in leaves(memory):
-        if isinstance(leaf, RecurrentMemory):
-            broken = replace(leaf._pools, fold=fails(fake_kinds.fold))
-            monkeypatch.setattr(leaf, "_pools", broken)
+    patch(fails)
     for failing in range(100):
         calls = itertools.count()
         try:
-            if how == "reserve":
-                memory.reserve(entries).abort()
-            else:
-                with memory.init_batch(entries, 100) as context:
-                    if not context.status.is_fail:
-                        context.apply()
-                    else:
-                        raise context.error or AssertionError
+            step()
         except PagesError:
             assert snapshot(memory) == was
             memory.audit()
             continue
         assert next(calls) <= failing, "the injected failure was swallowed"
         break
-    assert failing >= 1  # one allocation at the least
+    return failing
+
+
+def test_whatever_fails_in_a_step_is_undone(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each allocation, and each call of a device, of a step that needs all of them."""
+    entries = step_of_all_kinds(memory)
+
+    def patch(fails: Callable[..., Any]) -> None:
+        device = memory.devices[0]
+        for pool in memory.pools:
+            monkeypatch.setattr(pool, "allocate", fails(pool.allocate))
+        monkeypatch.setattr(device.ops, "copy_pages", fails(device.ops.copy_pages))
+        for name, bound in device._groups.items():
+            if bound.kernels.fold:
+                broken = replace(bound, kernels=GroupKernels(fold=fails(bound.kernels.fold)))
+                monkeypatch.setitem(device._groups, name, broken)
+
+    def step() -> None:
+        with memory.reserve(entries) as lease:
+            memory.run(lease.ubatch.work)
+
+    # A page for new tokens and a copy; or states, logs, a copy and a fold.
+    assert each_call_fails(memory, step, patch) >= 2
+
+
+@pytest.mark.parametrize("how", ["reserve", "init_batch"])
+def test_whatever_fails_while_applying_is_undone(
+    memory: Memory, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each use of a page that was set aside."""
+    entries = step_of_all_kinds(memory)
+
+    def patch(fails: Callable[..., Any]) -> None:
+        monkeypatch.setattr(ReservedPages, "take", fails(ReservedPages.take))
+
+    def step() -> None:
+        if how == "reserve":
+            memory.reserve(entries).abort()
+            return
+        with memory.init_batch(entries, 100) as context:
+            try:
+                context.apply()
+            except PagesError:
+                assert context.status is Status.FAILED_COMPUTE
+                raise
+        ends = [memory.seq_pos_max(seq) for seq in range(3)]
+        assert ends == [6, 3, 9]  # what was applied is kept
+
+    assert each_call_fails(memory, step, patch) >= 2
 
 
 def test_one_thing_at_a_time(memory: Memory) -> None:
@@ -257,7 +300,7 @@ def test_one_thing_at_a_time(memory: Memory) -> None:
         lambda: memory.close(),
     ]
     with memory.reserve([entry(0, 3)]) as lease:
-        write(lease.ubatch)
+        write(memory, lease.ubatch)
         was = snapshot(memory)
         for operation in refused:
             with pytest.raises(RequestError, match="open lease"):
@@ -282,12 +325,12 @@ def test_a_batch_is_computed_in_micro_batches(memory: Memory, n_ubatch: int) -> 
         with pytest.raises(RequestError, match="apply"):
             _ = context.ubatch
         while True:
-            used = [pool.used for pool in pools(memory)]
+            used = [pool.used for pool in memory.pools]
             context.apply()
-            now = [pool.used for pool in pools(memory)]
+            now = [pool.used for pool in memory.pools]
             assert all(a >= b for a, b in zip(used, now, strict=True))  # room was found before
             memory.audit()
-            write(context.ubatch)
+            write(memory, context.ubatch)
             for row, seq in enumerate(context.ubatch.seqs):
                 expected[seq] += context.ubatch.tokens[context.ubatch.seq_rows == row].tolist()
                 check_view(memory, context.ubatch, row, tokens_at(*expected[seq]))
@@ -302,10 +345,10 @@ def test_a_batch_is_computed_in_micro_batches(memory: Memory, n_ubatch: int) -> 
 def test_a_context_that_is_given_up_keeps_what_was_applied(memory: Memory) -> None:
     with memory.init_batch([entry(0, *range(1, 30)), entry(1, 50)], 7) as context:
         context.apply()
-        write(context.ubatch)
+        write(memory, context.ubatch)
         assert context.next()
         context.apply()
-        write(context.ubatch)
+        write(memory, context.ubatch)
     check_seq(memory, 0, tokens_at(*range(1, 15)))
     assert memory.seqs == [0]
     append(memory, 0, 15)
@@ -314,7 +357,7 @@ def test_a_context_that_is_given_up_keeps_what_was_applied(memory: Memory) -> No
 def test_a_full_memory_can_be_pretended(memory: Memory) -> None:
     context = memory.init_full()
     context.apply()
-    assert sorted(context.ubatch.views) == sorted(leaf.layout.spec.name for leaf in leaves(memory))
+    assert sorted(context.ubatch.views) == sorted(group.name for group in memory.groups)
     assert context.status is Status.SUCCESS and not context.next() and empty(memory)
 
 
@@ -328,10 +371,10 @@ def test_forks_share_everything_and_never_see_each_other(
     for token in range(n):
         append(memory, 0, token)
     del moved[:]
-    used = [pool.used for pool in pools(memory)]
+    used = [pool.used for pool in memory.pools]
     memory.seq_cp(0, 1)
     memory.seq_cp(1, 2)
-    assert not moved and [pool.used for pool in pools(memory)] == used
+    assert not moved and [pool.used for pool in memory.pools] == used
     base = list(range(n))
     expected = {0: [*base], 1: [*base], 2: [*base]}
     for step in range(12):  # far enough for every log to be folded
@@ -349,18 +392,14 @@ def test_the_start_of_a_sequence_can_be_shared(memory: Memory) -> None:
     memory.checkpoint_save(0, "start")
     for p1 in range(-1, 10):
         was = snapshot(memory)
-        memory.check_cp(0, 0, -1, p1)
+        memory.seq_cp(0, 0, -1, p1)
+        assert snapshot(memory) == was
         try:
-            memory.check_cp(0, 1, -1, p1)
+            memory.seq_cp(0, 1, -1, p1)
         except RequestError:
-            assert snapshot(memory) == was
-            with pytest.raises(RequestError):
-                memory.seq_cp(0, 1, -1, p1)
             assert snapshot(memory) == was
             assert p1 not in (-1, 0, 8, 9)
             continue
-        assert snapshot(memory) == was
-        memory.seq_cp(0, 1, -1, p1)
         expected = list(range(100, 108 if p1 < 0 else min(100 + p1, 108)))
         append(memory, 1, 7)
         append(memory, 0, 8)
@@ -376,9 +415,8 @@ def test_copies_and_removals_that_cannot_be_change_nothing(memory: Memory) -> No
     append(memory, 1, *range(21, 29))
     was = snapshot(memory)
     for src, dst, p0, p1 in [(3, 4, -1, -1), (0, -1, -1, -1), (0, 1, -1, -1), (0, 2, 5, 3)]:
-        for operation in (memory.check_cp, memory.seq_cp):
-            with pytest.raises(RequestError):
-                operation(src, dst, p0, p1)
+        with pytest.raises(RequestError):
+            memory.seq_cp(src, dst, p0, p1)
     for wrong in (memory.can_rm, memory.seq_rm):
         with pytest.raises(RequestError, match="no range"):
             wrong(0, 5, 3)
@@ -466,7 +504,7 @@ def test_everything_gone_is_nothing_held(memory: Memory) -> None:
     memory.clear(data=True)
     assert empty(memory)
     append(memory, 0, 1)
-    budget = pools(memory)[0].budget
+    budget = memory.pools[0].budget
     memory.close()
     assert budget.used == 0
 
@@ -478,20 +516,17 @@ def test_positions_move_or_are_refused(memory: Memory) -> None:
     append(memory, 0, 1, 2, 3)
     was = snapshot(memory)
     if not memory.can_shift:
-        for operation in (memory.seq_add, memory.check_add, memory.seq_div, memory.check_div):
+        for operation in (memory.seq_add, memory.seq_div):
             with pytest.raises(RequestError, match="cannot move"):
                 operation(0, 0, -1, 2)
         assert snapshot(memory) == was
         assert memory.init_update().status is Status.NO_UPDATE
         return
     for delta in (-1, 2**31):
-        for add in (memory.check_add, memory.seq_add):
-            with pytest.raises(RequestError, match="positions of sequence 0"):
-                add(0, 0, -1, delta)
-    for divide in (memory.check_div, memory.seq_div):
-        with pytest.raises(RequestError, match="by 0"):
-            divide(0, 0, -1, 0)
-    memory.check_add(0, 0, -1, 10)
+        with pytest.raises(RequestError, match="positions would become"):
+            memory.seq_add(0, 0, -1, delta)
+    with pytest.raises(RequestError, match="by 0"):
+        memory.seq_div(0, 0, -1, 0)
     assert snapshot(memory) == was
     memory.seq_add(0, 0, -1, 10)
     with pytest.raises(RequestError, match="init_update"):
@@ -564,7 +599,7 @@ def test_checkpoints_have_names_and_timings(memory: Memory) -> None:
     assert first not in ("mark", memory.checkpoint_save(0))
     memory.checkpoint_restore(0, first)
     memory.checkpoint_delete(first)
-    timings = memory.checkpoints.timings  # type: ignore[attr-defined]
+    timings = memory.checkpoints.timings
     assert {what: timing.count for what, timing in timings.items()} == {
         "save": 3, "restore": 1, "delete": 1, "to_bytes": 0, "from_bytes": 0,
     }  # fmt: skip
@@ -581,8 +616,8 @@ def test_figures_add_up(memory: Memory) -> None:
     memory.checkpoint_save(1, "mark")
     memory.seq_free(1)
     figures = memory.stats()
-    assert list(figures) == [pool.name for pool in pools(memory)]
-    for pool in pools(memory):
+    assert list(figures) == [pool.name for pool in memory.pools]
+    for pool in memory.pools:
         one = figures[pool.name]
         assert (one["pages_used"], one["bytes_committed"]) == (pool.used, pool.committed)
         assert one["bytes_held"] == pool.used * pool.page_bytes
@@ -590,29 +625,62 @@ def test_figures_add_up(memory: Memory) -> None:
         assert one["bytes_wasted"] == one["bytes_held"] - one["bytes_used"] >= 0
         assert one["bytes_unshared"] >= one["bytes_held"]
     parts = memory.memory_breakdown()["cpu"]
-    assert sum(parts.values()) == pools(memory)[0].budget.used
+    assert sum(parts.values()) == memory.pools[0].budget.used
     assert sum(size for use, size in parts.items() if use.endswith("checkpoint mark")) > 0
     with memory.reserve([entry(0, *range(9))]):
         parts = memory.memory_breakdown()["cpu"]
-        assert sum(parts.values()) == pools(memory)[0].budget.used
+        assert sum(parts.values()) == memory.pools[0].budget.used
 
 
 def test_audit_sees_what_is_wrong(kind: str) -> None:
-    n_pools = len(pools(make_kind(kind)))
-    for i, how in itertools.product(range(n_pools), ["lost", "leaked", "unpaid", "written"]):
+    n_pools = len(make_kind(kind).pools)
+    for i, how in itertools.product(
+        range(n_pools), ["lost", "leaked", "unpaid", "written", "cached", "counted"]
+    ):
         memory = make_kind(kind)
         append(memory, 0, *range(1, 8))
         append(memory, 0, 8)
         memory.seq_cp(0, 1)
         memory.audit()
-        pool = pools(memory)[i]
+        pool = memory.pools[i]
         if how == "lost":
             pool.refs[pool.live_pages[0]] -= 1
         elif how == "leaked":
             pool.allocate(2)
         elif how == "unpaid":
             pool.budget.release(64, pool.use)
+        elif how == "cached":
+            pool.cached[pool.live_pages[0]] += 1
+        elif how == "counted":
+            pool.cached_only += 1
         else:
             pool.frozen[pool.live_pages[-1]] = 0
         with pytest.raises(AuditError):
             memory.audit()
+
+
+def test_a_micro_batch_whose_computing_fails_is_undone(memory: Memory) -> None:
+    append(memory, 0, 1, 2, 3)
+    with (
+        pytest.raises(ZeroDivisionError),
+        memory.init_batch([entry(0, *range(10, 18))], 4) as context,
+    ):
+        context.apply()
+        write(memory, context.ubatch)
+        assert context.next()
+        context.apply()
+        raise ZeroDivisionError
+    check_seq(memory, 0, tokens_at(1, 2, 3, *range(10, 14)))
+    memory.audit()
+
+
+def test_saved_state_leaves_out_what_the_prefix_index_keeps(memory: Memory) -> None:
+    append(memory, 0, 1, 2, 3)
+    memory.checkpoint_save(0, "mine")
+    memory.checkpoint_save(0, "cached", cached=True)
+    file = BytesIO()
+    memory.state_write(file)
+    memory.clear(data=False)
+    file.seek(0)
+    assert list(memory.state_read(file).checkpoints) == ["mine"]
+    assert list(memory.checkpoints.by_name) == ["mine"]

@@ -8,7 +8,8 @@ conservation laws must hold, and no slot that another holder can see may have ch
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from io import BytesIO
@@ -17,19 +18,20 @@ from typing import Any
 import fake_kinds
 import numpy as np
 import pytest
-from fake_kernel import Token, history
+from fake_kernel import Token, history, page_bytes
 from fake_kinds import (
     KINDS,
     LOG_TOKENS,
     TAIL,
-    Leaf,
     check_saved,
     check_seq,
     check_view,
-    leaves,
+    group_snapshot,
+    kept_pages,
     make_kind,
-    pools,
     snapshot,
+    table,
+    tables_of,
     window_of,
     write,
 )
@@ -44,12 +46,18 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from quire.devices.device import GroupKernels
 from quire.errors import OutOfMemory, PagesError, RequestError, SessionFileError, TierError
-from quire.memory.interface import Memory, SeqTokens, Status
-from quire.memory.pool import PagePool
-from quire.memory.recurrent import RecurrentMemory
-from quire.memory.table import Table
-from quire.memory.tiers import HostTier, _OnHost
+from quire.memory.batch import SeqTokens
+from quire.memory.groups.attention import AttentionGroup
+from quire.memory.groups.group import AnyGroup
+from quire.memory.groups.recurrent import RecurrentGroup
+from quire.memory.groups.state_table import StateTable
+from quire.memory.groups.table import Table
+from quire.memory.memory import Memory
+from quire.memory.pages.pool import PagePool
+from quire.memory.status import Status
+from quire.memory.tiers.tiers import HostTier, _OnHost
 
 N_SEQS = 5
 SEQ = st.integers(0, N_SEQS - 1)
@@ -105,10 +113,13 @@ class KindMachine(RuleBasedStateMachine):
         head_dim=st.sampled_from([2, 68]),
         state_bytes=st.sampled_from([16, 4160]),
         room=st.sampled_from([24_576, 65_536, 1 << 20]),
+        cap=st.sampled_from([None, None, 40]),
     )
-    def make(self, page_tokens: int, head_dim: int, state_bytes: int, room: int) -> None:
-        self.memory: Memory = make_kind(self.kind, page_tokens, head_dim, state_bytes, room)
-        self.recurrent = any(isinstance(leaf, RecurrentMemory) for leaf in leaves(self.memory))
+    def make(
+        self, page_tokens: int, head_dim: int, state_bytes: int, room: int, cap: int | None
+    ) -> None:
+        self.memory: Memory = make_kind(self.kind, page_tokens, head_dim, state_bytes, room, cap)
+        self.recurrent = any(isinstance(group, RecurrentGroup) for group in self.memory.groups)
         self.tier = HostTier(1 << 16)
         self.seqs: dict[int, Past] = {}
         self.saved: dict[str, Past] = {}
@@ -135,10 +146,15 @@ class KindMachine(RuleBasedStateMachine):
 
     def settled(self) -> bool:
         """No positions wait to be rotated."""
-        return all(
-            table.pending is None
-            for leaf in leaves(self.memory)
-            for table in leaf._tables.values()
+        return not any(self.waits(group) for group in self.memory.groups)
+
+    def waits(self, group: AnyGroup, optimize: bool = False) -> bool:
+        """A table of a group has positions to be rotated, or holes if these count."""
+        at = self.memory.groups.index(group)
+        tables = [tables[at] for tables in self.memory._tables.values()]
+        return any(
+            table.pending is not None or (optimize and bool((table.position_array() < 0).any()))
+            for table in tables
             if isinstance(table, Table)
         )
 
@@ -148,12 +164,17 @@ class KindMachine(RuleBasedStateMachine):
         yield
         assert snapshot(self.memory) == before
 
-    def lost(self, leaf: Leaf, seq: int) -> set[Token]:
+    def lost(self, group: AnyGroup, seq: int) -> set[Token]:
         """What a window has let go of."""
-        if window_of(leaf) is None or seq not in self.seqs:
+        if window_of(group) is None or seq not in self.seqs:
             return set()
-        assert not isinstance(leaf, RecurrentMemory)
-        return set(self.seqs[seq].tokens) - set(history(leaf, leaf.table(seq)))
+        return set(self.seqs[seq].tokens) - set(self.history(group, seq))
+
+    def history(self, group: AnyGroup, seq: int) -> list[Token]:
+        """What a group with attention holds of a sequence."""
+        found = table(self.memory, group, seq)
+        assert isinstance(group, AttentionGroup) and isinstance(found, Table)
+        return history(group, found)
 
     def hidden(self, seq: int, after: list[tuple[Token, Token]]) -> bool:
         """Whether a sequence would see tokens that a window has let go of.
@@ -161,8 +182,8 @@ class KindMachine(RuleBasedStateMachine):
         `after` pairs each token as it was with what it would be.
         """
         end = max((p for _, (_, p) in after), default=-1) + 1
-        for leaf in leaves(self.memory):
-            window, lost = window_of(leaf), self.lost(leaf, seq)
+        for group in self.memory.groups:
+            window, lost = window_of(group), self.lost(group, seq)
             if any(old in lost and new[1] > end - (window or 0) for old, new in after):
                 return True
         return False
@@ -184,7 +205,7 @@ class KindMachine(RuleBasedStateMachine):
         after = {seq: self.past(seq).plus(tokens.tolist()) for seq, tokens in entries}
         kept = {seq: min(kept, n) for seq, (n, kept) in counts.items()}
         with lease:
-            write(lease.ubatch)
+            write(self.memory, lease.ubatch)
             self.memory.audit()
             for row, (seq, _) in enumerate(entries):
                 check_view(self.memory, lease.ubatch, row, after[seq].tokens)
@@ -208,7 +229,7 @@ class KindMachine(RuleBasedStateMachine):
             return
         before = snapshot(self.memory, bytes_too=False)
         with pytest.raises(Boom), self.memory.reserve(entries) as lease:
-            write(lease.ubatch)
+            write(self.memory, lease.ubatch)
             raise Boom
         # Slots nobody could see may have been written; everything else is as it was.
         assert snapshot(self.memory, bytes_too=False) == before
@@ -216,7 +237,7 @@ class KindMachine(RuleBasedStateMachine):
     @precondition(settled)
     @rule(counts=COUNTS, nth=st.integers(1, 5))
     def failure_while_reserving(self, counts: dict[int, tuple[int, int]], nth: int) -> None:
-        """The n-th allocation, copy or fold fails."""
+        """The n-th allocation fails, or the n-th copy or fold of a device."""
         calls = itertools.count(1)
 
         def failing(real: Any) -> Any:
@@ -228,26 +249,36 @@ class KindMachine(RuleBasedStateMachine):
             return fails
 
         with pytest.MonkeyPatch.context() as patch:
-            for pool in pools(self.memory):
-                for name in ("allocate", "allocate_one", "copy_page"):
+            for pool in self.memory.pools:
+                for name in ("allocate", "allocate_one"):
                     patch.setattr(pool, name, failing(getattr(pool, name)))
-            for leaf in leaves(self.memory):
-                if isinstance(leaf, RecurrentMemory):
-                    broken = replace(leaf._pools, fold=failing(fake_kinds.fold))
-                    patch.setattr(leaf, "_pools", broken)
-            with self.unchanged(), suppress(OutOfMemory):
-                self.memory.reserve(self.new_entries(counts)).abort()
+            device = self.memory.devices[0]
+            patch.setattr(device.ops, "copy_pages", failing(device.ops.copy_pages))
+            for name, bound in device._groups.items():
+                if bound.kernels.fold:
+                    kernels = GroupKernels(fold=failing(bound.kernels.fold))
+                    patch.setitem(device._groups, name, replace(bound, kernels=kernels))
+            with (
+                self.unchanged(),
+                suppress(OutOfMemory),
+                self.memory.reserve(self.new_entries(counts)) as lease,
+            ):
+                self.memory.run(lease.ubatch.work)
 
     @precondition(settled)
     @rule(counts=COUNTS, n_ubatch=st.integers(1, 8), stop_after=st.integers(0, 6))
     def batch(self, counts: dict[int, tuple[int, int]], n_ubatch: int, stop_after: int) -> None:
         before = snapshot(self.memory)
+        fits = self.memory.fits([(seq, n) for seq, (n, _) in counts.items()])
         with self.memory.init_batch(self.new_entries(counts), n_ubatch) as context:
+            # Folding part by part takes other pages than folding once.
+            assert self.recurrent or fits is not context.status.is_fail
             more = not context.status.is_fail and stop_after > 0
             while more:
                 context.apply()
                 self.memory.audit()
-                write(context.ubatch)
+                write(self.memory, context.ubatch)
+                assert len(context.ubatch.tokens) <= n_ubatch
                 for row, seq in enumerate(context.ubatch.seqs):
                     mine = context.ubatch.tokens[context.ubatch.seq_rows == row]
                     self.seqs[seq] = self.past(seq).plus(mine.tolist())
@@ -293,6 +324,13 @@ class KindMachine(RuleBasedStateMachine):
         src = self.pick(which)
         self.copy_part(src, dst, -1, max(self.past(src).end - back, 0))
 
+    @precondition(has_tokens)
+    @rule(which=WHICH, dst=SEQ, n=st.integers(1, 6))
+    def copy_more(self, which: int, dst: int, n: int) -> None:
+        """What comes after the end of a sequence; often both have the page already."""
+        end = self.past(dst).end
+        self.copy_part(self.pick(which), dst, end, end + n)
+
     def copy_part(self, src: int, dst: int, p0: int, p1: int) -> None:
         source, target = self.past(src), self.past(dst)
         part = [t for t in source.tokens if inside(t, p0, p1)]
@@ -320,18 +358,15 @@ class KindMachine(RuleBasedStateMachine):
             self.seqs[dst] = Past(target.tokens + part, plain=False)
 
     def asked(self, what: str, must: bool, may: bool, *args: int) -> bool:
-        """Asks, then does it; a refusal must be due and change nothing."""
-        check, do = getattr(self.memory, f"check_{what}"), getattr(self.memory, f"seq_{what}")
+        """Does it; a refusal must be due and change nothing."""
+        before = snapshot(self.memory)
         try:
-            with self.unchanged():
-                check(*args)
+            getattr(self.memory, f"seq_{what}")(*args)
         except RequestError:
             assert must or may
-            with self.unchanged(), pytest.raises(RequestError):
-                do(*args)
+            assert snapshot(self.memory) == before
             return False
         assert not must
-        do(*args)
         return True
 
     @precondition(has_tokens)
@@ -394,7 +429,10 @@ class KindMachine(RuleBasedStateMachine):
         elif what == "clear" and seq == 0:
             self.memory.clear(data=False)
             self.seqs, self.saved = {}, {}
-        elif what == "keep" and seq in self.seqs:
+        elif what == "keep" and seq not in self.seqs:
+            with self.unchanged(), pytest.raises(RequestError):
+                self.memory.seq_keep(seq)
+        elif what == "keep":
             self.memory.seq_keep(seq)
             self.seqs = {s: past if s == seq else Past() for s, past in self.seqs.items()}
         elif what == "free" and seq >= 0:
@@ -421,16 +459,66 @@ class KindMachine(RuleBasedStateMachine):
             past.plain &= tokens == past.tokens
             past.tokens = tokens
 
+    @precondition(lambda self: self.has_tokens() and not self.recurrent)
+    @rule(which=WHICH, delta=st.integers(1, 6), optimize=st.booleans())
+    def shift_all(self, which: int, delta: int, optimize: bool) -> None:
+        """A whole sequence, which a window allows too, and at once: of shared pages, on copies."""
+        self.shift(self.pick(which), -1, -1, delta, divides=False)
+        self.update(optimize)
+
     @rule(optimize=st.booleans())
     def update(self, optimize: bool) -> None:
         before = snapshot(self.memory)
+        idle = not any(self.waits(group, optimize) for group in self.memory.groups)
         with self.memory.init_update(optimize) as context:
             if context.status is Status.SUCCESS:
+                assert not idle
                 context.apply()
-                assert self.settled()
+                assert not any(self.waits(group, optimize) for group in self.memory.groups)
                 return
-            assert context.status is Status.FAILED_PREPARE or self.settled()
+            assert context.status is (Status.NO_UPDATE if idle else Status.FAILED_PREPARE)
         assert snapshot(self.memory) == before
+
+    @rule(optimize=st.booleans(), nth=st.integers(1, 4))
+    def failure_while_updating(self, optimize: bool, nth: int) -> None:
+        """The n-th move, copy or rotation fails: what comes before is done, the rest is pending.
+
+        That everything is still remembered, the invariants say.
+        """
+        calls = itertools.count(1)
+        device = self.memory.devices[0]
+
+        def failing(real: Any) -> Any:
+            def fails(*args: Any) -> Any:
+                if next(calls) == nth:
+                    raise Boom
+                return real(*args)
+
+            return fails
+
+        groups = self.memory.groups
+        before = snapshot(self.memory)
+        held = [group_snapshot(self.memory, group, bytes_too=False) for group in groups]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(device.ops, "copy_pages", failing(device.ops.copy_pages))
+            for name, bound in device._groups.items():
+                if bound.kernels.rotate and bound.kernels.move:
+                    kernels = GroupKernels(
+                        failing(bound.kernels.rotate), failing(bound.kernels.move)
+                    )
+                    patch.setitem(device._groups, name, replace(bound, kernels=kernels))
+            with self.memory.init_update(optimize) as context:
+                if context.status is not Status.SUCCESS:
+                    assert snapshot(self.memory) == before
+                    return
+                try:
+                    context.apply()
+                except Boom:
+                    assert context.status is Status.FAILED_COMPUTE
+                    waiting = [self.waits(group, optimize) for group in groups]
+                    now = [group_snapshot(self.memory, group, bytes_too=False) for group in groups]
+                    failed = waiting.index(True)  # of this one, holes may be closed already
+                    assert now[failed + 1 :] == held[failed + 1 :]
 
     # -- tiers ----------------------------------------------------------------------------------
 
@@ -446,10 +534,11 @@ class KindMachine(RuleBasedStateMachine):
             with self.unchanged(), pytest.raises(TierError):
                 self.memory.park(seq, self.tier)
             return
-        committed = sum(pool.used * pool.page_bytes for pool in pools(self.memory))
+        committed = sum(pool.used * pool.page_bytes for pool in self.memory.pools)
+        in_tier = self.tier.used
         self.memory.park(seq, self.tier)
-        assert self.tier.used == moves
-        assert committed - moves == sum(p.used * p.page_bytes for p in pools(self.memory))
+        assert self.tier.used == in_tier + moves
+        assert committed - moves == sum(p.used * p.page_bytes for p in self.memory.pools)
         past = self.seqs.pop(seq)
         assert self.memory.seq_pos_max(seq) == past.end - 1
         self.others_go_on(seq, counts)
@@ -459,7 +548,39 @@ class KindMachine(RuleBasedStateMachine):
             self.memory.seq_free(seq)
         else:
             self.bring_back(seq, past)
-        assert self.tier.used == 0
+        assert self.tier.used == in_tier
+
+    @precondition(lambda self: self.saved)
+    @rule(which=WHICH, comes_back=st.booleans())
+    def park_checkpoint(self, which: int, comes_back: bool) -> None:
+        """What only a checkpoint holds goes to a tier; it comes back when it is wanted."""
+        name = sorted(self.saved)[which % len(self.saved)]
+        moves = self.memory.checkpoint_bytes(name)
+        if not self.tier.has(moves):
+            with self.unchanged(), pytest.raises(TierError):
+                self.memory.checkpoint_park(name, self.tier)
+            return
+        before = self.tier.used
+        self.memory.checkpoint_park(name, self.tier)
+        assert self.memory.checkpoint_bytes(name) == 0
+        assert self.tier.used in (before, before + moves)
+        self.memory.audit()
+        if comes_back:
+            self.unpark_checkpoint(name)
+
+    def unpark_checkpoint(self, name: str) -> bool:
+        fits = self.memory.checkpoint_fits(name)
+        before = snapshot(self.memory)
+        try:
+            self.memory.checkpoint_unpark(name)
+        except OutOfMemory:
+            assert not fits and snapshot(self.memory) == before
+            return False
+        return True
+
+    def unpark_all(self) -> bool:
+        """Everything that is saved is here again, or nobody could read it."""
+        return all([self.unpark_checkpoint(name) for name in sorted(self.saved)])
 
     def others_go_on(self, parked: int, counts: dict[int, tuple[int, int]]) -> None:
         self.memory.audit()
@@ -476,9 +597,12 @@ class KindMachine(RuleBasedStateMachine):
         """The last page that is read back cannot be."""
         loads = itertools.count(1)
         real = _OnHost.load
+        last = sum(len(part.stored) for part in self.memory._parked[seq].parts)
+        if last == 0:
+            return  # it shares all its pages with others, and none was moved
 
         def load(stored: _OnHost, pages: Any) -> None:
-            if next(loads) == len(pools(self.memory)):
+            if next(loads) == last:
                 raise TierError("injected")
             real(stored, pages)
 
@@ -501,16 +625,21 @@ class KindMachine(RuleBasedStateMachine):
     # -- checkpoints ----------------------------------------------------------------------------
 
     @precondition(lambda self: self.has_tokens() and len(self.saved) < 5)
-    @rule(which=WHICH)
-    def save(self, which: int) -> None:
+    @rule(which=WHICH, cached=st.booleans())
+    def save(self, which: int, cached: bool) -> None:
         seq = self.pick(which)
-        self.saved[self.memory.checkpoint_save(seq)] = self.seqs[seq].copy()
+        self.saved[self.memory.checkpoint_save(seq, cached=cached)] = self.seqs[seq].copy()
 
     @precondition(lambda self: self.saved)
     @rule(seq=SEQ, which=WHICH)
     def restore(self, seq: int, which: int) -> None:
         name = sorted(self.saved)[which % len(self.saved)]
-        self.memory.checkpoint_restore(seq, name)
+        fits, before = self.memory.checkpoint_fits(name), snapshot(self.memory)
+        try:
+            self.memory.checkpoint_restore(seq, name)
+        except OutOfMemory:
+            assert not fits and snapshot(self.memory) == before
+            return
         self.seqs[seq] = self.saved[name].copy()
 
     @precondition(lambda self: self.saved)
@@ -523,8 +652,11 @@ class KindMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.seqs or self.saved)
     @rule(which=WHICH)
     def through_a_file(self, which: int) -> None:
+        if not self.unpark_all():
+            return
         file = BytesIO()
         self.memory.state_write(file)
+        mine = {name for name, one in self.memory.checkpoints.by_name.items() if not one.cached}
         damaged = bytearray(file.getvalue())
         damaged[-1 - which % 100] ^= 1 << which % 8
         refusals = (SessionFileError, RequestError, OutOfMemory)
@@ -536,6 +668,7 @@ class KindMachine(RuleBasedStateMachine):
         assert fake_kinds.empty(self.memory)
         file.seek(0)
         self.memory.state_read(file)
+        self.saved = {name: past for name, past in self.saved.items() if name in mine}
         self.watched = {}  # pages have other numbers now
 
     # -- what must hold -------------------------------------------------------------------------
@@ -547,39 +680,43 @@ class KindMachine(RuleBasedStateMachine):
         for seq, past in self.seqs.items():
             check_seq(self.memory, seq, past.tokens)
             assert self.memory.seq_pos_max(seq) == past.end - 1
-            low = max(self.pos_min(leaf, seq) for leaf in leaves(self.memory))
+            low = max(self.pos_min(group, seq) for group in self.memory.groups)
             assert self.memory.seq_pos_min(seq) == low
         for name, past in self.saved.items():
-            check_saved(self.memory, name, past.tokens)
-        for leaf in leaves(self.memory):
-            assert sorted(leaf.checkpoints.by_name) == sorted(self.saved)
+            if self.memory.checkpoints.get(name).parked is None:
+                check_saved(self.memory, name, past.tokens)
+        assert sorted(self.memory.checkpoints.by_name) == sorted(self.saved)
 
-    def pos_min(self, leaf: Leaf, seq: int) -> int:
+    def pos_min(self, group: AnyGroup, seq: int) -> int:
         past = self.seqs[seq]
-        if isinstance(leaf, RecurrentMemory):
-            assert leaf.table(seq).position == past.state_at
+        if isinstance(group, RecurrentGroup):
+            found = table(self.memory, group, seq)
+            assert isinstance(found, StateTable) and found.position == past.state_at
             return max(past.state_at - 1, 0) if past.tokens else -1
-        return min((p for _, p in history(leaf, leaf.table(seq))), default=-1)
+        return min((p for _, p in self.history(group, seq)), default=-1)
 
     @invariant()
     def nothing_is_held_in_vain(self) -> None:
-        budget = pools(self.memory)[0].budget
+        budget = self.memory.pools[0].budget
         assert sum(self.memory.memory_breakdown()["cpu"].values()) == budget.used <= budget.limit
-        for leaf in leaves(self.memory):
+        for group in self.memory.groups:
             # What the folds of the next step are likely to want stays idle.
             likely = 1 + len(self.seqs) // LOG_TOKENS
-            spare = likely if isinstance(leaf, RecurrentMemory) else 0
-            tables: list[Any] = [*leaf._held_tables()]
-            for pool in leaf.pools:
-                held = {int(p) for t in tables for p in leaf._held_pages(pool, t)[0]}
+            spare = likely if isinstance(group, RecurrentGroup) else 0
+            tables = tables_of(self.memory, group).values()
+            for pool in group.pools:
+                held = {int(p) for t in tables for p in group.held_pages(pool, t)[0]}
+                held |= kept_pages(self.memory, pool)
                 assert held == set(pool.live_pages.tolist())
-                # At most two system pages per run of pages are rounding.
+                # At most two granules per run of pages are rounding.
                 runs = (np.diff(pool.live_pages) > 1).sum() + 1 + spare
-                assert pool.committed <= (pool.used + spare) * pool.page_bytes + 8192 * runs
+                edges = 2 * pool.commitment.granularity * runs
+                assert pool.committed <= (pool.used + spare) * pool.page_bytes + edges
                 assert pool.used or not pool.committed
-            if (window := window_of(leaf)) is not None:
-                for table in (leaf.table(seq) for seq, past in self.seqs.items() if past.plain):
-                    assert isinstance(table, Table) and table.length <= self.widest(window, table)
+            if (window := window_of(group)) is not None:
+                for seq in (seq for seq, past in self.seqs.items() if past.plain):
+                    found = table(self.memory, group, seq)
+                    assert isinstance(found, Table) and found.length <= self.widest(window, found)
 
     def widest(self, window: int, table: Table) -> int:
         """What a table may hold at most: a window, and what its first page holds beside it."""
@@ -588,13 +725,11 @@ class KindMachine(RuleBasedStateMachine):
     @invariant()
     def frozen_slots_never_change(self) -> None:
         """As long as one of a shared page's holders still has it, all saw the same bytes."""
-        every = [(leaf, pool) for leaf in leaves(self.memory) for pool in leaf.pools]
+        every = [(group, pool) for group in self.memory.groups for pool in group.pools]
         now: dict[tuple[int, int], set[str]] = {}
-        for i, (leaf, pool) in enumerate(every):
-            tables: dict[str, Any] = {f"sequence {s}": t for s, t in leaf._tables.items()}
-            tables |= {f"checkpoint {n}": c.table for n, c in leaf.checkpoints.by_name.items()}
-            for label, table in tables.items():
-                for page in leaf._held_pages(pool, table)[0].tolist():
+        for i, (group, pool) in enumerate(every):
+            for label, held in tables_of(self.memory, group).items():
+                for page in group.held_pages(pool, held)[0].tolist():
                     now.setdefault((i, page), set()).add(label)
         for (i, page), (labels, slots, content) in self.watched.items():
             if len(labels & now.get((i, page), set())) >= 2:
@@ -611,25 +746,95 @@ class KindMachine(RuleBasedStateMachine):
             self.memory.seq_free(seq)
         for name in list(self.saved):
             self.memory.checkpoint_delete(name)
-        assert fake_kinds.empty(self.memory)
+        assert fake_kinds.empty(self.memory) and self.tier.used == 0
 
 
-def frozen_bytes(leaf: Leaf, pool: PagePool, page: int, slots: int) -> list[bytes]:
+def frozen_bytes(group: AnyGroup, pool: PagePool, page: int, slots: int) -> list[bytes]:
     """The bytes of a page's first slots: rows of K and V, a whole state, or log entries."""
-    view = pool.view(page)
-    if not isinstance(leaf, RecurrentMemory):
-        row = leaf.layout.type_k.row_bytes(leaf.layout.spec.head_dim_k)
-        starts = [start for pair in leaf.layout.offsets for start in pair]
+    view = page_bytes(pool, page)
+    if isinstance(group, AttentionGroup):
+        row = group.layout.type_k.row_bytes(group.layout.spec.head_dim_k)
+        starts = [start for pair in group.layout.offsets for start in pair]
         return [view[start : start + slots * row].tobytes() for start in starts]
-    if pool is leaf.states:
+    assert isinstance(group, RecurrentGroup)
+    if pool is group.states:
         return [view.tobytes()] if slots else []
-    size = slots * leaf.layout.log_stride
-    return [view[start : start + size].tobytes() for _, start in leaf.layout.offsets]
+    size = slots * group.layout.log_stride
+    return [view[start : start + size].tobytes() for _, start in group.layout.offsets]
 
 
 def inside(token: Token, p0: int, p1: int) -> bool:
     """Whether a token's position lies in a range."""
     return token[1] >= p0 and (p1 < 0 or token[1] < p1)
+
+
+def random_step(machine: KindMachine, rng: random.Random) -> None:
+    """One operation, chosen so that sharing, copying and rolling back come up all the time."""
+
+    def counts(most: int) -> dict[int, tuple[int, int]]:
+        some = rng.sample(range(N_SEQS), rng.randint(1, 3))
+        return {seq: (rng.randint(1, most), rng.randint(0, most)) for seq in some}
+
+    def number(most: int) -> int:
+        return rng.randint(1, most)
+
+    which, seq, other = rng.randrange(1000), rng.randrange(N_SEQS), rng.randrange(N_SEQS)
+    edges, maybe = (rng.randint(-1, 20), rng.randint(-1, 30)), rng.random() < 0.5
+    forks = [(rng.randint(0, 5), rng.randint(0, 5))] * 2
+    settled, full, saved = machine.settled(), machine.has_tokens(), bool(machine.saved)
+    steps: list[tuple[int, bool, Callable[[], None]]] = [
+        (6, settled, lambda: machine.append(counts(6))),
+        (4, settled, lambda: machine.decode(1)),
+        (2, settled, lambda: machine.exception_in_a_lease(counts(6))),
+        (3, settled, lambda: machine.failure_while_reserving(counts(6), number(5))),
+        (2, settled, lambda: machine.batch(counts(9), number(8), which % 7)),
+        (5, full, lambda: machine.branch(which, forks)),
+        (1, True, lambda: machine.copy(seq, other, *edges)),
+        (2, full, lambda: machine.copy_start(which, seq, number(6))),
+        (3, full, lambda: machine.copy_more(which, seq, number(6))),
+        (3, full, lambda: machine.rewind(which, number(6))),
+        (2, full, lambda: machine.remove_some(which, which, number(5))),
+        (2, True, lambda: machine.shift(seq, *edges, rng.randint(-3, 6), maybe)),
+        (2, True, lambda: machine.shift(seq, -1, -1, number(6), False)),  # a window allows this
+        (5, not settled, lambda: machine.update(maybe)),
+        (1, True, lambda: machine.update(True)),
+        (3, not settled, lambda: machine.failure_while_updating(maybe, number(4))),
+        (2, full and settled, lambda: machine.park(which, counts(4), maybe, which < 200)),
+        (4, full and len(machine.saved) < 5, lambda: machine.save(which, maybe)),
+        (4, saved, lambda: machine.restore(seq, which)),
+        (2, saved, lambda: machine.delete(which)),
+        (1, saved, lambda: machine.through_a_file(which)),
+        (1, True, lambda: machine.destroy("free", seq, -1, -1)),
+        (1, which < 200, lambda: machine.destroy("keep", seq, -1, -1)),
+    ]
+    able = [(weight, step) for weight, possible, step in steps if possible]
+    rng.choices([step for _, step in able], [weight for weight, _ in able])[0]()
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize(
+    ("page_tokens", "head_dim", "state_bytes", "room", "cap"),
+    [
+        (4, 2, 16, 1 << 24, 160),
+        (2, 272, 4160, 300_000, None),
+        # Pages of several of the system's, no multiple of them.
+        pytest.param(16, 1040, 16, 3_200_000, None, marks=pytest.mark.slow),
+        pytest.param(1, 2, 4160, 1 << 24, 60, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_long_random_walks(
+    kind: str, page_tokens: int, head_dim: int, state_bytes: int, room: int, cap: int | None
+) -> None:
+    """Hypothesis keeps its runs short; these go on until memory is full and long after."""
+    rng = random.Random(f"{kind} {page_tokens}")
+    machine = type("Machine", (KindMachine,), {"kind": kind})()
+    machine.make(page_tokens, head_dim, state_bytes, room, cap)
+    for _ in range(200):
+        random_step(machine, rng)
+        machine.everything_is_remembered()
+        machine.nothing_is_held_in_vain()
+        machine.frozen_slots_never_change()
+    machine.teardown()
 
 
 def run(kind: str, examples: int, steps: int) -> None:

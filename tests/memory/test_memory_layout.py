@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire import memory
+from quire.devices.budget import Budget
 from quire.errors import BudgetError, ModelError, RequestError
-from quire.memory import budget as budget_module
-from quire.memory.budget import Budget
-from quire.memory.layout import AttentionLayout, GroupSpec, KVType
+from quire.memory.groups.layout import AttentionLayout, GroupSpec, KVType
 
 
 def test_row_bytes_are_those_of_the_formats() -> None:
@@ -73,10 +73,20 @@ def test_layers_can_read_others_and_be_left_out() -> None:
     assert layout.layers == (0, 1, 4, 5, 6)
     assert layout.k_offset(5) == layout.k_offset(4) and layout.v_offset(6) == layout.v_offset(1)
     assert len(layout.offsets) == 3
+    assert layout.by_layer == {
+        0: layout.offsets[0], 1: layout.offsets[1], 4: layout.offsets[2],
+        5: layout.offsets[2], 6: layout.offsets[1],
+    }  # fmt: skip
     early = spec.only(lambda layer: layer < 4 or layer == 6)
     assert (early.layers, dict(early.reuse)) == ((0, 1), {6: 1})
     smaller = AttentionLayout(early, KVType.F16, KVType.F16, 16)
     assert smaller.page_bytes * 3 == layout.page_bytes * 2
+    assert smaller.layers == (0, 1, 6)
+    assert smaller.by_layer == {layer: layout.by_layer[layer] for layer in (0, 1, 6)}
+    late = AttentionLayout(spec.only(lambda layer: layer >= 4), KVType.F16, KVType.F16, 16)
+    assert late.layers == (4, 5)  # 6 stays only where its owner does
+    assert late.by_layer == {4: layout.offsets[0], 5: layout.offsets[0]}
+    assert spec.only(lambda layer: layer != 5).reuse == {6: 1}
     with pytest.raises(ModelError, match="no layer"):
         spec.only(lambda layer: layer > 9)
 
@@ -133,9 +143,10 @@ def test_a_budget_counts_by_use_and_refuses_whole() -> None:
 
 
 def test_memory_stands_alone() -> None:
-    """Nothing but NumPy, the standard library, errors and memory itself is imported."""
-    folder = Path(budget_module.__file__).parent
-    for file in folder.glob("*.py"):
+    """Nothing but NumPy, the standard library, errors, devices and memory itself is imported."""
+    files = sorted(Path(memory.__file__).parent.rglob("*.py"))
+    assert len(files) > 30
+    for file in files:
         for node in ast.walk(ast.parse(file.read_text())):
             names = []
             if isinstance(node, ast.Import):
@@ -145,5 +156,7 @@ def test_memory_stands_alone() -> None:
                 names = [node.module or ""]
             for name in names:
                 root = name.split(".")[0]
-                inside = name == "quire.errors" or name.startswith("quire.memory")
+                inside = name == "quire.errors" or name.startswith(
+                    ("quire.memory", "quire.devices")
+                )
                 assert inside or root == "numpy" or root in sys.stdlib_module_names, (file, name)

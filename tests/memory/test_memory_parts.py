@@ -17,7 +17,7 @@ from fake_kinds import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.memory.interface import SeqTokens
+from quire.memory.batch import SeqTokens
 
 SEQUENCES = st.lists(
     st.tuples(
@@ -46,11 +46,12 @@ def test_parts_see_what_came_before(kind: str, sequences: list[tuple[int, int, i
              for t, (b, n, p, _) in zip(tokens, sequences, strict=True)]  # fmt: skip
     with memory.reserve([SeqTokens(seq, t) for seq, t in enumerate(known)]) as lease:
         whole = lease.ubatch
+        memory.run(whole.work)
         seqs = np.arange(len(sequences), dtype=np.int32)
         counts = np.array([n for _, n, _, _ in sequences], np.int32)
         part = whole.part(seqs, np.zeros_like(counts), counts)
         for step in range(LOG_TOKENS):
-            write(part)
+            write(memory, part)
             for row, seq in enumerate(part.seqs):
                 before, new, _, _ = sequences[seq]
                 check_view(memory, part, row, tokens_at(*tokens[seq][: before + new + step]))

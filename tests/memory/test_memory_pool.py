@@ -7,16 +7,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fake_kernel import FakeOps, make_device, page_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
+from quire.devices.budget import Budget
+from quire.devices.device import Backing, PageWork
+from quire.devices.host import HostBacking, HostDevice
 from quire.errors import BudgetError, PagesError
 from quire.memory.audit import Holder, audit_pool
-from quire.memory.backing import OS_PAGE
-from quire.memory.budget import Budget
-from quire.memory.pool import POISON, PagePool, fit_together
+from quire.memory.pages.pool import POISON, PagePool, fit_together
 
 linux = pytest.mark.skipif(not Path("/proc/self/pagemap").exists(), reason="asks /proc")
+OS_PAGE = HostDevice.granularity
 SIZES = [64, 192, 4096, 4160, 10_048, 65_536, 368_640]
 
 
@@ -24,14 +28,15 @@ def fits(pool: PagePool, n: int) -> bool:
     return fit_together([(pool, n)])
 
 
-def make(page_bytes: int = 192, max_pages: int = 64, limit: int = 1 << 30, **how: bool) -> PagePool:
-    return PagePool("test", page_bytes, max_pages, Budget(limit), **how)
+def make(size: int = 192, max_pages: int = 64, limit: int = 1 << 30, **how: bool) -> PagePool:
+    return PagePool("test", size, max_pages, make_device(Budget(limit)), **how)
 
 
 def resident(pool: PagePool) -> int:
     """Bytes of the pool's range that are in memory, according to the system."""
-    first = pool.address // OS_PAGE
-    last = -(-(pool.address + pool.max_pages * pool.page_bytes) // OS_PAGE)
+    base = pool.bytes.base
+    first = base // OS_PAGE
+    last = -(-(base + pool.max_pages * pool.page_bytes) // OS_PAGE)
     with Path("/proc/self/pagemap").open("rb") as pagemap:  # 8 bytes per page, bit 63: present
         pagemap.seek(8 * first)
         entries = np.frombuffer(pagemap.read(8 * (last - first)), np.uint64)
@@ -75,10 +80,10 @@ def test_too_many_pages_are_refused_whole(n: int) -> None:
     assert (pool.used, pool.committed, pool.refs.tolist()) == before
 
 
-@pytest.mark.parametrize("page_bytes", SIZES)
-def test_too_many_bytes_are_refused_whole(page_bytes: int) -> None:
-    budget = Budget(5 * page_bytes + 2 * OS_PAGE)
-    pool = PagePool("test", page_bytes, 10_000, budget)
+@pytest.mark.parametrize("size", SIZES)
+def test_too_many_bytes_are_refused_whole(size: int) -> None:
+    budget = Budget(5 * size + 2 * OS_PAGE)
+    pool = PagePool("test", size, 10_000, make_device(budget))
     ids = pool.allocate(4)
     pool.release(ids[1:2])
     pool.trim()
@@ -93,14 +98,14 @@ def test_too_many_bytes_are_refused_whole(page_bytes: int) -> None:
 
 
 @linux
-@pytest.mark.parametrize("page_bytes", SIZES)
-def test_committed_bytes_are_the_bytes_in_memory(page_bytes: int) -> None:
-    rng = random.Random(page_bytes)
-    pool = make(page_bytes, max_pages=max(40, 4 * OS_PAGE // page_bytes))
+@pytest.mark.parametrize("size", SIZES)
+def test_committed_bytes_are_the_bytes_in_memory(size: int) -> None:
+    rng = random.Random(size)
+    pool = make(size, max_pages=max(40, 4 * OS_PAGE // size))
     live: list[int] = []
     for _ in range(12):
         for page in pool.allocate(rng.randint(1, pool.max_pages // 4)).tolist():
-            pool.view(page)[:] = page % 251 + 1
+            page_bytes(pool, page)[:] = page % 251 + 1
             live.append(page)
         rng.shuffle(live)
         gone = [live.pop() for _ in range(rng.randint(len(live) // 2, len(live)))]
@@ -108,7 +113,7 @@ def test_committed_bytes_are_the_bytes_in_memory(page_bytes: int) -> None:
         pool.trim()
         assert pool.committed == resident(pool) == pool.budget.used
         for page in live:  # a neighbour that was given back took nothing along
-            assert (pool.view(page) == page % 251 + 1).all()
+            assert (page_bytes(pool, page) == page % 251 + 1).all()
     pool.release(np.array(live, np.int32))
     pool.trim()
     assert (pool.used, pool.committed, resident(pool)) == (0, 0, 0)
@@ -126,11 +131,11 @@ def test_pages_come_back_clean_after_trim() -> None:
     pool = make(10_048)
     pages = pool.allocate(6)
     for page in pages.tolist():
-        pool.view(page)[:] = 7
+        page_bytes(pool, page)[:] = 7
     pool.release(pages)
     pool.trim()
     assert pool.allocate(6).tolist() == pages.tolist()
-    assert not any(pool.view(page).any() for page in pages.tolist())
+    assert not any(page_bytes(pool, page).any() for page in pages.tolist())
 
 
 @linux
@@ -152,21 +157,33 @@ def test_free_and_fresh_pages_are_poisoned() -> None:
     pool = make(10_048, poison=True)
     one = pool.allocate_one()
     for page in (one, *pool.allocate(3)):
-        assert (pool.view(int(page)) == POISON).all()
-    pool.view(one)[:] = 1
+        assert (page_bytes(pool, int(page)) == POISON).all()
+    page_bytes(pool, one)[:] = 1
     pool.release_one(one)
-    assert (pool.view(one) == POISON).all()
+    assert (page_bytes(pool, one) == POISON).all()
     for kind in (np.float32, np.float16):
-        assert np.isnan(pool.view(one).view(kind)).all()
+        assert np.isnan(page_bytes(pool, one).view(kind)).all()
 
 
 def test_copying_a_page_copies_all_of_it_and_nothing_else() -> None:
     pool = make(10_048)
     a, b, c = pool.allocate(3).tolist()
-    pool.view(a)[:] = np.arange(10_048) % 251
-    pool.view(c)[:] = 9
-    pool.copy_page(a, b)
-    assert (pool.view(b) == pool.view(a)).all() and (pool.view(c) == 9).all()
+    page_bytes(pool, a)[:] = np.arange(10_048) % 251
+    page_bytes(pool, c)[:] = 9
+    work = PageWork()
+    work.copy("test", a, b)
+    work.copy("of another device", b, c)
+    pool.device.run(work)
+    assert (page_bytes(pool, b) == page_bytes(pool, a)).all() and (page_bytes(pool, c) == 9).all()
+
+
+def test_bytes_are_read_written_and_filled_page_by_page() -> None:
+    pool = make(192)
+    ids = pool.allocate(4)
+    pool.bytes.fill(ids, 5)
+    with pool.bytes.writing([2, 0]) as pages:
+        pages[0][:], pages[1][:] = 2, 1
+    assert [set(page.tolist()) for page in pool.bytes.read(ids)] == [{1}, {5}, {2}, {5}]
 
 
 def test_a_closed_pool_leaves_nothing() -> None:
@@ -198,11 +215,11 @@ def test_sharing_freezes_what_is_seen_and_leaves_one_appender() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    page_bytes=st.sampled_from([64, 1344, 4160, 10_048]),
+    size=st.sampled_from([64, 1344, 4160, 10_048]),
     steps=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.booleans()), max_size=30),
 )
-def test_the_books_balance(page_bytes: int, steps: list[tuple[int, int, bool]]) -> None:
-    pool = make(page_bytes, max_pages=32, limit=20 * page_bytes + 3 * OS_PAGE)
+def test_the_books_balance(size: int, steps: list[tuple[int, int, bool]]) -> None:
+    pool = make(size, max_pages=32, limit=20 * size + 3 * OS_PAGE)
     held: list[int] = []
     for n, m, trims in steps:
         free = sorted(set(range(32)) - set(held))
@@ -222,3 +239,100 @@ def test_the_books_balance(page_bytes: int, steps: list[tuple[int, int, bool]]) 
     pool.release(np.array(held, np.int32))
     pool.trim()
     assert pool.committed == pool.budget.used == 0
+
+
+# -- cached pages ---------------------------------------------------------------------------------
+
+
+def ids_of(*pages: int) -> NDArray[np.int32]:
+    return np.array(pages, np.int32)
+
+
+def cached(pool: PagePool) -> tuple[list[int], int, int]:
+    return pool.cached[:4].tolist(), pool.cached_pages, pool.cached_only
+
+
+def test_what_only_the_index_holds_is_counted_as_it_comes_and_goes() -> None:
+    pool = make()
+    pool.allocate(3)
+    pool.share(ids_of(0, 1), ids_of(4, 4), appender=1)
+    pool.cache(ids_of(0, 1), 1)  # a sequence and an entry
+    assert cached(pool) == ([1, 1, 0, 0], 2, 0)
+    pool.release(ids_of(0, 1, 2))  # the sequence goes
+    assert cached(pool) == ([1, 1, 0, 0], 2, 2)
+    pool.share_one(0, 4, appender=2)  # another begins with page 0
+    assert cached(pool) == ([1, 1, 0, 0], 2, 1)
+    pool.share_full(ids_of(0), 4)
+    pool.cache(ids_of(0), 1)  # and is retained as well
+    assert cached(pool) == ([2, 1, 0, 0], 2, 1)
+    pool.release_one(0)
+    assert cached(pool) == ([2, 1, 0, 0], 2, 2)
+    pool.cache(ids_of(0, 1), -1)
+    pool.release(ids_of(0, 1))  # the first entry goes
+    assert cached(pool) == ([1, 0, 0, 0], 1, 1)
+    with pytest.raises(AssertionError, match="holds what it has cached"):
+        pool.cache(ids_of(0), 1)
+    pool.cache(ids_of(0), -1)
+    pool.release_one(0)
+    assert cached(pool) == ([0, 0, 0, 0], 0, 0) and pool.used == 0
+
+
+# -- what the system refuses ----------------------------------------------------------------------
+
+
+class Stingy(HostBacking):
+    """Backs six granules and no more."""
+
+    def __init__(self, size: int, max_pages: int, demand_paged: bool) -> None:
+        super().__init__(size, max_pages, demand_paged)
+        self.given: set[int] = set()
+
+    def back(self, low: int, high: int) -> None:
+        if len(self.given) + high - low > 6:
+            raise MemoryError(f"no {high - low} granules")
+        assert self.given.isdisjoint(range(low, high))
+        self.given |= set(range(low, high))
+
+    def give_back(self, low: int, high: int) -> None:
+        super().give_back(low, high)
+        assert self.given.issuperset(range(low, high))
+        self.given -= set(range(low, high))
+
+
+class StingyDevice(HostDevice):
+    def _backing(self, page_bytes: int, max_pages: int, demand_paged: bool) -> Backing:
+        return Stingy(page_bytes, max_pages, demand_paged)
+
+
+def test_what_the_system_has_not_is_refunded_and_said() -> None:
+    budget = Budget(1 << 30)
+    pool = PagePool("test", OS_PAGE, 64, StingyDevice(budget, FakeOps()))  # type: ignore[arg-type]
+    assert isinstance(pool.bytes, Stingy)
+    pool.allocate(5)
+    pool.release(ids_of(1, 3))
+    pool.trim()
+    held = [Holder("", 0, ids_of(0, 2, 4), ids_of(0, 0, 0))]
+    given, before = {*pool.bytes.given}, (pool.used, pool.committed, budget.breakdown)
+    for n in (4, 5, 30):  # pages 1 and 3 can be had, what follows cannot
+        with pytest.raises(BudgetError, match=r"budget allows and the system has not.*lower"):
+            pool.allocate(n)
+        assert (pool.used, pool.committed, budget.breakdown) == before
+        assert pool.bytes.given == given and audit_pool(pool, held) == []
+    assert pool.allocate(3).tolist() == [1, 3, 5]
+    with pytest.raises(BudgetError, match="system has not"):
+        pool.allocate_one()
+    assert pool.used == 6 and budget.used == pool.committed == 6 * OS_PAGE
+    everybody = [Holder("", 0, np.arange(6, dtype=np.int32), np.zeros(6, np.int32))]
+    assert audit_pool(pool, everybody) == []
+
+
+def test_a_range_that_the_system_refuses_is_a_budget_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> Backing:
+        raise MemoryError("no addresses")
+
+    monkeypatch.setattr(HostDevice, "_backing", refuse)
+    for demand_paged in (True, False):
+        budget = Budget(1 << 30)
+        with pytest.raises(BudgetError, match=r"cannot be had: no addresses; lower"):
+            PagePool("test", 4096, 8, make_device(budget), demand_paged)
+        assert budget.used == 0

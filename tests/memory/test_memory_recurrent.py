@@ -7,31 +7,51 @@ import itertools
 import random
 from collections.abc import Callable
 from time import perf_counter_ns
+from typing import Any
 
 import fake_kinds
 import numpy as np
 import pytest
-from fake_kernel import entry
+from fake_kernel import FakeOps, entry, make_device, page_address, page_bytes
 from fake_kinds import append, check_seq, check_view, empty, snapshot, tokens_at, write
 from numpy.typing import NDArray
 
+from quire.devices.budget import Budget
+from quire.devices.device import Fold, GroupKernels
 from quire.errors import BudgetError, ModelError, RequestError
-from quire.memory.budget import Budget
-from quire.memory.interface import MicroBatch
-from quire.memory.pool import PagePool, fit_together
-from quire.memory.recurrent import RecurrentMemory
-from quire.memory.state_layout import Fold, RecurrentSpec, StateLayout, StateView
+from quire.memory.batch import MicroBatch
+from quire.memory.groups.recurrent import RecurrentGroup
+from quire.memory.groups.state_layout import RecurrentSpec, StateLayout
+from quire.memory.groups.state_table import StateTable
+from quire.memory.groups.views import StateView
+from quire.memory.memory import Memory
+from quire.memory.pages.pool import PagePool, fit_together
 
 LOG = 4
 Float = NDArray[np.float32]
 
 
+class Recurrent(Memory):
+    """A memory of one recurrent group, whose things are reached without naming the group."""
+
+    def __init__(self, spec: RecurrentSpec, limit: int, fold: Fold, poison: bool) -> None:
+        device, kernels = make_device(Budget(limit)), GroupKernels(fold=fold)
+        group = RecurrentGroup(StateLayout(spec), device, kernels, poison)
+        super().__init__([group])
+        self.layout, self.states, self.logs = group.layout, group.states, group.logs
+
+    def table(self, seq: int) -> StateTable:
+        table = self.tables(seq)[0]
+        assert isinstance(table, StateTable)
+        return table
+
+
 def make(
     log_tokens: int = LOG, state_bytes: int = 16, limit: int = 1 << 20,
     fold: Fold = fake_kinds.fold, poison: bool = True,
-) -> RecurrentMemory:  # fmt: skip
+) -> Recurrent:  # fmt: skip
     spec = RecurrentSpec("delta", (1, 3), state_bytes, 12, log_tokens)
-    return RecurrentMemory(StateLayout(spec), Budget(limit), fold, poison)
+    return Recurrent(spec, limit, fold, poison)
 
 
 @pytest.fixture
@@ -41,10 +61,10 @@ def folds() -> list[int]:
 
 
 @pytest.fixture
-def memory(folds: list[int]) -> RecurrentMemory:
-    def counted(state_in: int, log: int, n: int, state_out: int, layout: StateLayout) -> None:
-        folds.append(n)
-        fake_kinds.fold(state_in, log, n, state_out, layout)
+def memory(folds: list[int]) -> Recurrent:
+    def counted(states: int, logs: int, layout: StateLayout, *rows: NDArray[np.int32]) -> None:
+        folds.extend(rows[2].tolist())
+        fake_kinds.fold(states, logs, layout, *rows)
 
     return make(fold=counted)
 
@@ -53,13 +73,13 @@ def memory(folds: list[int]) -> RecurrentMemory:
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Every copy of a page that is made."""
     made: list[tuple[int, int]] = []
-    real = PagePool.copy_page
+    real = FakeOps.copy_pages
 
-    def counted(pool: PagePool, source: int, target: int) -> None:
-        made.append((source, target))
-        real(pool, source, target)
+    def counted(ops: FakeOps, base: int, size: int, sources: Any, targets: Any) -> None:
+        made.extend(zip(sources.tolist(), targets.tolist(), strict=True))
+        real(ops, base, size, sources, targets)
 
-    monkeypatch.setattr(PagePool, "copy_page", counted)
+    monkeypatch.setattr(FakeOps, "copy_pages", counted)
     return made
 
 
@@ -74,10 +94,10 @@ def rows(view: object) -> list[tuple[int, ...]]:
 # -- append, fold, scan ---------------------------------------------------------------------------
 
 
-def test_the_view_says_what_to_read_and_where_to_write(memory: RecurrentMemory) -> None:
+def test_the_view_says_what_to_read_and_where_to_write(memory: Recurrent) -> None:
     def step(n: int) -> tuple[int, ...]:
         with memory.reserve([entry(0, *range(n))]) as lease:
-            write(lease.ubatch)
+            write(memory, lease.ubatch)
             lease.commit({0: n})
         return rows(lease.views["delta"])[0]
 
@@ -95,7 +115,7 @@ def test_the_view_says_what_to_read_and_where_to_write(memory: RecurrentMemory) 
 
 
 def test_decoding_writes_a_state_once_per_log(
-    memory: RecurrentMemory, folds: list[int], copies: list[tuple[int, int]]
+    memory: Recurrent, folds: list[int], copies: list[tuple[int, int]]
 ) -> None:
     for token in range(10 * LOG + 1):
         append(memory, 0, token)
@@ -105,7 +125,7 @@ def test_decoding_writes_a_state_once_per_log(
 
 
 def test_a_draft_is_kept_in_part_without_copy_or_replay(
-    memory: RecurrentMemory, folds: list[int], copies: list[tuple[int, int]]
+    memory: Recurrent, folds: list[int], copies: list[tuple[int, int]]
 ) -> None:
     append(memory, 0, *range(100, 109))  # scanned
     append(memory, 0, 1)
@@ -120,40 +140,41 @@ def test_a_draft_is_kept_in_part_without_copy_or_replay(
     check_seq(memory, 0, tokens_at(*range(100, 109), 1))
 
 
-def test_nothing_is_folded_before_it_is_kept(memory: RecurrentMemory, folds: list[int]) -> None:
+def test_nothing_is_folded_before_it_is_kept(memory: Recurrent, folds: list[int]) -> None:
     """A full log of drafts is not folded by the next draft, because it was not all kept."""
     with memory.reserve([entry(0, *range(LOG))]) as lease:
-        write(lease.ubatch)
+        write(memory, lease.ubatch)
         lease.commit({0: 2})
     with memory.reserve([entry(0, 70, 71, 72)]) as lease:
-        write(lease.ubatch)
+        write(memory, lease.ubatch)
         check_view(memory, lease.ubatch, 0, tokens_at(0, 1, 70, 71, 72))
         lease.commit({0: 3})
     assert folds == [2]
-    with memory.reserve([entry(0, *range(80, 82))]):
-        pass  # folded for a step that was given up
+    with memory.reserve([entry(0, *range(80, 82))]) as lease:
+        memory.run(lease.ubatch.work)  # folded for a step that was given up
     assert folds == [2, 3] and memory.table(0).log_length == 3
     assert memory.seq_rm(0, 2, -1)  # so what the fold would have made final can be taken back
     append(memory, 0, 5)
     check_seq(memory, 0, tokens_at(0, 1, 5))
 
 
-def test_a_fold_changes_neither_state_nor_log(memory: RecurrentMemory) -> None:
+def test_a_fold_changes_neither_state_nor_log(memory: Recurrent) -> None:
     append(memory, 0, *range(9))
     append(memory, 0, *range(9, 9 + LOG))
     memory.seq_cp(0, 1)
     table = memory.table(0)
-    before = (memory.states.view(table.state).tobytes(), memory.logs.view(table.log).tobytes())
     pages = (table.state, table.log)
+    pools = (memory.states, memory.logs)
+    before = [page_bytes(pool, page).tobytes() for pool, page in zip(pools, pages, strict=True)]
     append(memory, 0, 50)
     assert memory.table(0).state != pages[0] and memory.table(0).log != pages[1]
-    after = (memory.states.view(pages[0]).tobytes(), memory.logs.view(pages[1]).tobytes())
+    after = [page_bytes(pool, page).tobytes() for pool, page in zip(pools, pages, strict=True)]
     assert before == after
     check_seq(memory, 1, tokens_at(*range(9 + LOG)))
 
 
 def test_a_fork_copies_the_log_when_it_appends_and_the_state_never(
-    memory: RecurrentMemory, copies: list[tuple[int, int]]
+    memory: Recurrent, copies: list[tuple[int, int]]
 ) -> None:
     append(memory, 0, *range(9))
     memory.seq_cp(0, 1)
@@ -174,7 +195,7 @@ def test_a_fork_copies_the_log_when_it_appends_and_the_state_never(
     check_seq(memory, 0, tokens_at(*range(8), 31))
 
 
-def test_only_what_the_log_covers_can_be_taken_back(memory: RecurrentMemory) -> None:
+def test_only_what_the_log_covers_can_be_taken_back(memory: Recurrent) -> None:
     append(memory, 0, *range(6))
     append(memory, 0, 6, 7, 8)
     was = snapshot(memory)
@@ -196,11 +217,11 @@ def test_only_what_the_log_covers_can_be_taken_back(memory: RecurrentMemory) -> 
     assert empty(memory)
 
 
-def test_a_start_is_shared_where_the_log_covers_its_end(memory: RecurrentMemory) -> None:
+def test_a_start_is_shared_where_the_log_covers_its_end(memory: Recurrent) -> None:
     append(memory, 0, *range(6))
     append(memory, 0, 6, 7)
     for p0, p1 in [(-1, 3), (1, -1), (6, 8), (1, 2)]:
-        with pytest.raises(RequestError, match=r"cannot be taken out of its state.*copy from 0"):
+        with pytest.raises(RequestError, match=r"cannot be taken out of a state.*copy from 0"):
             memory.seq_cp(0, 1, p0, p1)
     assert memory.seqs == [0]
     for dst, p1 in [(1, 6), (2, 7), (3, 8), (4, 99), (5, 0)]:
@@ -227,7 +248,7 @@ def test_a_long_prompt_takes_two_states_however_many_micro_batches(
     with memory.init_batch([entry(0, *range(100, 150))], n_ubatch) as context:
         while True:
             context.apply()
-            write(context.ubatch)
+            write(memory, context.ubatch)
             memory.audit()
             most = max(most, memory.states.used, memory.logs.used)
             if not context.next():
@@ -244,7 +265,7 @@ def test_states_kept_for_later_go_when_the_budget_is_short() -> None:
     append(memory, 2, 1)  # two states are used, and there is room for a third
     memory.seq_rm(1, 0, -1)
     assert (memory.states.used, memory.states.committed) == (1, 2 * size)
-    other = PagePool("other", size, 4, memory.states.budget)
+    other = PagePool("other", size, 4, memory.devices[0])
     assert fit_together([(other, 2)]) and not fit_together([(other, 3)])
     other.allocate(2)
     assert memory.states.committed == size
@@ -259,7 +280,10 @@ def test_pages_hold_layer_after_layer() -> None:
     assert layout.state_page_bytes == 3 * 128 and layout.log_page_bytes == 3 * 16 * 128
     assert layout.log_stride == 128
     assert layout.offsets == ((0, 0), (128, 2048), (256, 4096))
-    assert layout.spec.only(lambda layer: layer > 1).layers == (2, 5)
+    assert layout.by_layer == dict(zip((0, 2, 5), layout.offsets, strict=True))
+    some = StateLayout(layout.spec.only(lambda layer: layer > 1))
+    assert some.layers == (2, 5) and some.by_layer == {2: (0, 0), 5: (128, 2048)}
+    assert some.state_page_bytes * 3 == layout.state_page_bytes * 2
     with pytest.raises(ModelError, match="no layer"):
         layout.spec.only(lambda layer: layer > 9)
 
@@ -324,15 +348,25 @@ def replay(state: Float, log: int, n: int, layout: StateLayout, row: int) -> Flo
     return state
 
 
-def fold_gated(state_in: int, log: int, n: int, state_out: int, layout: StateLayout) -> None:
-    for row in range(len(layout.layers)):
-        state_at(state_out, layout, row)[:] = replay(
-            state_at(state_in, layout, row), log, n, layout, row
-        )
+def fold_gated(
+    states: int, logs: int, layout: StateLayout, state_in: NDArray[np.int32],
+    log: NDArray[np.int32], n_entries: NDArray[np.int32], state_out: NDArray[np.int32],
+) -> None:  # fmt: skip
+    for start, entries, n, out in zip(
+        state_in.tolist(), log.tolist(), n_entries.tolist(), state_out.tolist(), strict=True
+    ):
+        source = states + start * layout.state_page_bytes if start >= 0 else 0
+        target = states + out * layout.state_page_bytes
+        raw = logs + entries * layout.log_page_bytes
+        for row in range(len(layout.layers)):
+            state = replay(state_at(source, layout, row), raw, n, layout, row)
+            state_at(target, layout, row)[:] = state
 
 
-def run_gated(ubatch: MicroBatch) -> None:
+def run_gated(memory: Recurrent, ubatch: MicroBatch) -> None:
     """Appends raw inputs to logs, and scans where the view asks for it."""
+    memory.run(ubatch.work)
+    states, logs = memory.states.bytes.base, memory.logs.bytes.base
     view = ubatch.views["delta"]
     assert isinstance(view, StateView)
     layout = view.layout
@@ -342,10 +376,10 @@ def run_gated(ubatch: MicroBatch) -> None:
 
     for row, at in itertools.product(range(len(ubatch.seqs)), range(len(layout.layers))):
         tokens = ubatch.tokens[ubatch.seq_rows == row].tolist()
-        log_in = page(view.log_address, view.log_page_bytes, view.log_in, row)
-        log_out = page(view.log_address, view.log_page_bytes, view.log_out, row)
-        state_in = page(view.state_address, view.state_page_bytes, view.state_in, row)
-        state_out = page(view.state_address, view.state_page_bytes, view.state_out, row)
+        log_in = page(logs, view.log_page_bytes, view.log_in, row)
+        log_out = page(logs, view.log_page_bytes, view.log_out, row)
+        state_in = page(states, view.state_page_bytes, view.state_in, row)
+        state_out = page(states, view.state_page_bytes, view.state_out, row)
         length = int(view.log_length[row])
         raws = [raw_inputs(token, layout.layers[at]) for token in tokens]
         if state_out:
@@ -361,11 +395,11 @@ def run_gated(ubatch: MicroBatch) -> None:
                 entry_at(log_out, layout, at, length + i)[:] = raw
 
 
-def current(memory: RecurrentMemory, seq: int) -> list[bytes]:
+def current(memory: Recurrent, seq: int) -> list[bytes]:
     """The state of a sequence after all its tokens, layer by layer, bit for bit."""
     table = memory.table(seq)
-    state = memory.states.page_address(table.state) if table.state >= 0 else 0
-    log = memory.logs.page_address(table.log) if table.log >= 0 else 0
+    state = page_address(memory.states, table.state) if table.state >= 0 else 0
+    log = page_address(memory.logs, table.log) if table.log >= 0 else 0
     return [
         replay(state_at(state, memory.layout, row), log, table.log_length, memory.layout, row)
         .copy()
@@ -398,7 +432,7 @@ class Plain:
 
 def test_5000_tokens_with_drafts_forks_and_folds_are_the_plain_recurrence_bit_for_bit() -> None:
     spec = RecurrentSpec("delta", (0, 4), DIM * DIM * 4, (2 * DIM + 2) * 4)
-    memory = RecurrentMemory(StateLayout(spec), Budget(1 << 22), fold_gated, poison=True)
+    memory = Recurrent(spec, 1 << 22, fold_gated, poison=True)
     rng = random.Random(5)
     plain = {0: Plain(spec.layers)}
     saved: dict[str, Plain] = {}
@@ -407,7 +441,7 @@ def test_5000_tokens_with_drafts_forks_and_folds_are_the_plain_recurrence_bit_fo
     def step(seq: int, n: int, kept: int) -> None:
         tokens = [next(ids) for _ in range(n)]
         with memory.reserve([entry(seq, *tokens)]) as lease:
-            run_gated(lease.ubatch)
+            run_gated(memory, lease.ubatch)
             lease.commit({seq: kept})
         for token in tokens[:kept]:
             plain[seq].add(token)

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import pytest
-from fake_kernel import attend, entry, history, move, rotate
+from fake_kernel import GROUP, Single, attend, entry, history, make_attention
 from fake_kinds import append, check_seq, snapshot, tokens_at, write
 
 from quire.errors import RequestError
-from quire.memory.budget import Budget
-from quire.memory.interface import PageView
-from quire.memory.layout import AttentionLayout, GroupSpec, KVType
-from quire.memory.window import WindowMemory
+from quire.memory.groups.views import PageView
 
 
 def make_window(
     window: int, page_tokens: int = 4, swa_full: bool = False, max_tokens: int | None = None
-) -> WindowMemory:
-    spec = GroupSpec("local", "window", (0, 1), 1, 2, 2, window)
-    layout = AttentionLayout(spec, KVType.F32, KVType.F32, page_tokens)
-    return WindowMemory(
-        layout, Budget(1 << 22), max_tokens, rotate=rotate, move=move, poison=True,
-        swa_full=swa_full,
-    )  # fmt: skip
+) -> Single:
+    return make_attention(
+        page_tokens, limit=1 << 22, max_tokens=max_tokens, window=window, swa_full=swa_full
+    )
 
 
 @pytest.mark.parametrize(
@@ -34,18 +28,18 @@ def test_memory_is_bounded_by_the_window(window: int, page_tokens: int, step: in
     for at in range(0, 10 * max(window, 8), step):
         new = list(range(at, at + step))
         with memory.reserve([entry(0, *new)]) as lease:
-            write(lease.ubatch)
+            write(memory, lease.ubatch)
             tokens += new
-            view = lease.views["local"]
+            view = lease.views[GROUP]
             assert isinstance(view, PageView)
-            seen = attend(view, 0)
+            seen = attend(memory.pool, view, 0)
             assert seen == tokens_at(*tokens)[-len(seen) :]
             assert len(seen) >= min(step + window - 1, len(tokens))
             assert view.first[0] == seen[0][1]
             lease.commit({0: step})
         # The window of the next token, and what shares a page with its ends.
         assert memory.pool.used * page_tokens <= max(window - 1, 1) + 2 * (page_tokens - 1)
-        assert memory.seq_pos_min(0) == history(memory, memory.table(0))[0][1]
+        assert memory.seq_pos_min(0) == history(memory.group, memory.table(0))[0][1]
     memory.audit()
     assert memory.table(0).positions is None
 
@@ -61,7 +55,7 @@ def test_swa_full_keeps_everything() -> None:
     memory = make_window(6, swa_full=True)
     for token in range(60):
         append(memory, 0, token)
-    assert history(memory, memory.table(0)) == tokens_at(*range(60))
+    assert history(memory.group, memory.table(0)) == tokens_at(*range(60))
     assert memory.seq_rm(0, 3, -1)
     check_seq(memory, 0, tokens_at(0, 1, 2))
 
@@ -71,17 +65,17 @@ def test_drafts_free_nothing_until_they_are_kept() -> None:
     append(memory, 0, *range(6))
     was = snapshot(memory, bytes_too=False)
     with memory.reserve([entry(0, *range(100, 120))]) as lease:
-        write(lease.ubatch)
-        view = lease.views["local"]
+        write(memory, lease.ubatch)
+        view = lease.views[GROUP]
         assert isinstance(view, PageView) and view.first[0] == 0
     assert snapshot(memory, bytes_too=False) == was
     with memory.reserve([entry(0, *range(100, 120))]) as lease:
-        write(lease.ubatch)
+        write(memory, lease.ubatch)
         lease.commit({0: 1})  # seven tokens are there: positions 2 … 6 are seen by the next
     assert memory.seq_pos_min(0) == 0
     check_seq(memory, 0, tokens_at(*range(6), 100))
     with memory.reserve([entry(0, *range(101, 120))]) as lease:
-        write(lease.ubatch)
+        write(memory, lease.ubatch)
         lease.commit({0: 2})  # position 9 is next, and sees 4 … 9
     assert memory.seq_pos_min(0) == 4
     append(memory, 0, *range(200, 250), keep=0)

@@ -5,10 +5,22 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from itertools import takewhile
+from typing import Any
 
 import numpy as np
 import pytest
-from fake_kernel import append, entry, history, make_attention, make_layout, snapshot, tokens_of
+from fake_kernel import (
+    FakeOps,
+    Single,
+    append,
+    entry,
+    history,
+    make_attention,
+    make_device,
+    make_layout,
+    snapshot,
+    tokens_of,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -19,19 +31,20 @@ from hypothesis.stateful import (
     rule,
 )
 
+from quire.devices.budget import Budget
 from quire.errors import RequestError
-from quire.memory import prefix_places
-from quire.memory.attention import AttentionMemory
-from quire.memory.budget import Budget
-from quire.memory.prefix import PrefixIndex
-from quire.memory.prefix_keys import Keys
-from quire.memory.prefix_places import ROOT_BYTES, Entry, Places, make_place
+from quire.memory.groups.attention import AttentionGroup
+from quire.memory.prefix import entries as entries_module
+from quire.memory.prefix.entries import ROOT_BYTES, Entries, Entry, make_place
+from quire.memory.prefix.index import PrefixIndex
+from quire.memory.prefix.keys import Keys
+from quire.memory.tokens import Tokens
 
-Tokens = tuple[int, ...]
+Ids = tuple[int, ...]
 STEP = 3
 
 
-class Stepped(AttentionMemory):
+class Stepped(Single):
     """Goes back no further than the last multiple of STEP, as a state page and its log would."""
 
     refusals = 0
@@ -52,10 +65,11 @@ class Stepped(AttentionMemory):
 
 
 def make_stepped(page_tokens: int = 4, max_tokens: int | None = None) -> Stepped:
-    return Stepped(make_layout(page_tokens), Budget(1 << 20), max_tokens, poison=True)
+    layout, device = make_layout(page_tokens), make_device(Budget(1 << 20))
+    return Stepped(AttentionGroup(layout, device, max_tokens=max_tokens, poison=True))
 
 
-Make = Callable[..., AttentionMemory]
+Make = Callable[..., Single]
 KINDS: dict[str, Make] = {"attention": make_attention, "stepped": make_stepped}
 
 
@@ -73,17 +87,17 @@ class Clock:
         return self.now
 
 
-def lcp(a: Tokens, b: Tokens) -> int:
+def lcp(a: Ids, b: Ids) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
-def held(index: PrefixIndex) -> list[Tokens]:
+def held(index: PrefixIndex) -> list[Ids]:
     """The tokens of every entry, in order."""
-    places = [entry.place[ROOT_BYTES:] for entry in index._places.entries]
+    places = [entry.place[ROOT_BYTES:] for entry in index._entries]
     return [tuple(np.frombuffer(place, np.int32).tolist()) for place in places]
 
 
-def empty(memory: AttentionMemory) -> bool:
+def empty(memory: Single) -> bool:
     memory.audit()
     return (memory.pool.used, memory.pool.committed, memory.pool.budget.used) == (0, 0, 0)
 
@@ -94,7 +108,7 @@ def make(request: pytest.FixtureRequest) -> Make:
 
 
 @pytest.fixture
-def memory(make: Make) -> AttentionMemory:
+def memory(make: Make) -> Single:
     return make()
 
 
@@ -104,14 +118,14 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def index(memory: AttentionMemory, clock: Clock) -> PrefixIndex:
+def index(memory: Single, clock: Clock) -> PrefixIndex:
     return PrefixIndex(memory, 4, clock=clock)
 
 
 def compute(index: PrefixIndex, *tokens: int, salt: str = "") -> int:
     """A new sequence of these tokens, from the index as far as it goes."""
     memory = index.memory
-    assert isinstance(memory, AttentionMemory)
+    assert isinstance(memory, Single)
     seq = memory.seq_new()
     n = index.adopt(seq, tokens, salt)
     assert tokens_of(memory, seq) == list(tokens[:n])
@@ -171,13 +185,13 @@ def test_the_best_of_many_is_found_with_few_comparisons(monkeypatch: pytest.Monk
     for i in range(300):
         keep(index, *base[: i % 40].tolist(), 50 + i, *rng.integers(0, 9, 3).tolist())
     calls: list[int] = []
-    real = prefix_places.common
+    real = entries_module.common
 
     def counted(a: bytes, b: bytes) -> int:
         calls.append(0)
         return real(a, b)
 
-    monkeypatch.setattr(prefix_places, "common", counted)
+    monkeypatch.setattr(entries_module, "common", counted)
     for n in range(1, 40):
         calls.clear()
         assert adopts(index, *base[:n].tolist(), 49) == n
@@ -199,7 +213,13 @@ def test_adopting_moves_no_bytes_and_appending_copies_at_most_one_page(
     index = PrefixIndex(memory, 4)
     keep(index, *range(10))
     used, copies = memory.pool.used, []
-    monkeypatch.setattr(memory.pool, "copy_page", lambda *pages: copies.append(pages))
+    real = FakeOps.copy_pages
+
+    def counted(ops: FakeOps, base: int, size: int, sources: Any, targets: Any) -> None:
+        copies.extend(sources.tolist())
+        real(ops, base, size, sources, targets)
+
+    monkeypatch.setattr(FakeOps, "copy_pages", counted)
     seq = memory.seq_new()
     assert index.adopt(seq, [*range(6), 77]) == 6
     assert memory.pool.used == used and not copies
@@ -217,7 +237,7 @@ def test_different_salts_never_share(index: PrefixIndex) -> None:
         assert adopts(index, *tokens, salt=salt) == 0
         seq = compute(index, *tokens, salt=salt)
         index.insert(seq, tokens, salt)
-        index.track(seq, tokens, salt)
+        index.track(seq, Tokens(tokens), salt)
     stats = index.stats()
     assert stats["hits"] == 0 and stats["entries"] == len(salts)
     # The first salt found nothing at all; the others missed what only other salts have.
@@ -243,15 +263,15 @@ def test_a_root_stands_for_model_layout_and_salt_in_one_process(
 def test_a_running_sequence_is_shared_as_far_as_it_is_computed(index: PrefixIndex) -> None:
     memory = index.memory
     prompt = tuple(range(20, 32))
-    first = memory.seq_new()
-    index.track(first, prompt)
+    first, tokens = memory.seq_new(), Tokens(prompt)
+    index.track(first, tokens)
     assert adopts(index, *prompt) == 0
     append(memory, first, *prompt[:6])
     assert adopts(index, *prompt) == 6
     append(memory, first, *prompt[6:])
     assert adopts(index, *prompt) == 12
     append(memory, first, 50)
-    index.extend(first, [50, 51])  # 51 was sampled and is not computed yet
+    tokens.extend([50, 51])  # 51 was sampled and is not computed yet
     assert adopts(index, *prompt, 50, 51) == 13
     index.untrack(first)
     assert adopts(index, *prompt) == 0
@@ -260,23 +280,21 @@ def test_a_running_sequence_is_shared_as_far_as_it_is_computed(index: PrefixInde
 def test_a_rewound_sequence_gives_what_it_has_now() -> None:
     memory = make_attention()
     index = PrefixIndex(memory, 4)
-    seq = compute(index, 1, 2, 3, 4, 5, 6)
-    index.track(seq, [1, 2, 3, 4, 5, 6])
+    seq, tokens = compute(index, 1, 2, 3, 4, 5, 6), Tokens([1, 2, 3, 4, 5, 6])
+    index.track(seq, tokens)
     assert memory.seq_rm(seq, 3, -1)
-    assert adopts(index, 1, 2, 3, 4) == 3  # before the index is told
-    index.track(seq, [1, 2, 3])
+    assert adopts(index, 1, 2, 3, 4) == 3  # before its tokens say so
+    tokens.truncate(3)
     append(memory, seq, 9, 9)
-    index.extend(seq, [9, 9])
+    tokens.extend([9, 9])
     assert adopts(index, 1, 2, 3, 4) == 3
     assert adopts(index, 1, 2, 3, 9, 9) == 5
 
 
 def test_a_sequence_does_not_share_from_itself(index: PrefixIndex) -> None:
     seq = index.memory.seq_new()
-    index.track(seq, [1, 2, 3])
+    index.track(seq, Tokens([1, 2, 3]))
     assert index.adopt(seq, [1, 2, 3]) == 0
-    with pytest.raises(RequestError, match="not tracked"):
-        index.extend(9, [1])
 
 
 # -- positions that memory cannot restore ---------------------------------------------------------
@@ -316,7 +334,7 @@ def test_a_running_sequence_may_refuse_too() -> None:
     memory = make_stepped()
     index = PrefixIndex(memory, 4)
     seq = compute(index, *range(1, 9))
-    index.track(seq, range(1, 9))
+    index.track(seq, Tokens(range(1, 9)))
     assert adopts(index, 1, 2, 3, 4, 99) == 0
     assert adopts(index, 1, 2, 3, 4, 5, 6, 7, 99) == 7
     keep(index, 1, 2, 3, 88)
@@ -327,7 +345,7 @@ def test_a_running_sequence_may_refuse_too() -> None:
 # -- reasons --------------------------------------------------------------------------------------
 
 
-def test_every_miss_has_a_reason(memory: AttentionMemory) -> None:
+def test_every_miss_has_a_reason(memory: Single) -> None:
     index = PrefixIndex(memory, 4, min_tokens=3)
 
     def reason(*tokens: int, salt: str = "") -> str:
@@ -360,7 +378,7 @@ def test_every_miss_has_a_reason(memory: AttentionMemory) -> None:
 def test_what_is_remembered_of_evicted_prompts_is_bounded(
     index: PrefixIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.memory.prefix._REMEMBERED", 2)
+    monkeypatch.setattr("quire.memory.prefix.index._REMEMBERED", 2)
     for first in (1, 2, 1, 3):
         keep(index, first, 0, 0, 0)
         index.evict_one()
@@ -377,7 +395,7 @@ def test_what_is_remembered_of_evicted_prompts_is_bounded(
 
 def test_a_place_is_not_held_twice(index: PrefixIndex) -> None:
     memory = index.memory
-    assert isinstance(memory, AttentionMemory)
+    assert isinstance(memory, Single)
     keep(index, 1, 2, 3, 4, 5)
     used = memory.pool.used
     other = memory.seq_new()
@@ -398,7 +416,7 @@ def test_a_place_within_another_costs_nothing_and_bytes_are_told() -> None:
     index.insert(seq, range(12))
     assert memory.pool.used == 3 and index.stats()["bytes_only_here"] == 0
     memory.seq_free(seq)
-    assert memory.pool.used == 3 and index.stats()["bytes_only_here"] == page
+    assert memory.pool.used == 3 and index.stats()["bytes_only_here"] == 3 * page
     assert index.evict_one() and held(index) == [tuple(range(8))]
     assert memory.pool.used == 2 and index.stats()["bytes_only_here"] == 2 * page
 
@@ -439,7 +457,7 @@ def test_nothing_changes_while_a_lease_is_open(index: PrefixIndex) -> None:
     assert held(index) == [(1, 2, 3)] and adopts(index, 1, 2, 3) == 3
 
 
-def test_the_index_itself_is_bounded(memory: AttentionMemory, clock: Clock) -> None:
+def test_the_index_itself_is_bounded(memory: Single, clock: Clock) -> None:
     index = PrefixIndex(memory, 4, max_bytes=3 * (ROOT_BYTES + 4 * 4), clock=clock)
     for first in (1, 2, 3):
         keep(index, first, 0, 0, 0)
@@ -505,14 +523,49 @@ def test_what_only_an_entry_holds_is_known_after_others_went(index: PrefixIndex)
     assert index.evict_one() and held(index) == [(9, 9, 9, 9)]
 
 
-def test_what_was_not_measured_yet_is_estimated(index: PrefixIndex) -> None:
-    for first in range(1, 25):
-        keep(index, first, 0, 0, 0)
-    index.stats()
-    keep(index, 99, 0, 0, 0)
-    for first in range(1, 25):
-        adopts(index, first, 0, 0, 0)
-    assert index.evict_one() and (99, 0, 0, 0) not in held(index)
+def test_the_least_recently_used_are_weighed_by_the_bytes_that_go() -> None:
+    """So many are looked at; whoever was used after them is safe, however little it is worth."""
+    memory = make_attention(page_tokens=64, limit=1 << 22)
+    index = PrefixIndex(memory, 64)
+    dear = [(first, *[0] * 63) for first in range(100, 116)]  # a page for 64 tokens
+    for tokens in (*dear, (1,), (2,)):
+        keep(index, *tokens)
+    seq, used = memory.seq_new(), memory.pool.used
+    assert index.evict_one() and held(index) == [(1,), (2,), *dear[1:]]  # 1 was the seventeenth
+    assert index.adopt(seq, [1]) == 1  # now it would free nothing
+    adopts(index, 2)
+    assert index.evict_one() and held(index) == [(1,), (2,), *dear[2:]]
+    memory.seq_free(seq)
+    assert index.evict_one() and held(index) == [(2,), *dear[2:]]  # a page for one token
+    assert index.evict_one() and held(index) == dear[2:]
+    assert memory.pool.used == used - 4
+
+
+def test_what_the_index_keeps_alive_is_counted_exactly(index: PrefixIndex) -> None:
+    memory = index.memory
+    assert isinstance(memory, Single)
+    page = memory.pool.page_bytes
+    seq = compute(index, *range(10))
+    index.insert(seq, range(10))
+    assert index.held_bytes == 0 and memory.stats()["full"]["pages_cached"] == 3
+    append(memory, seq, 10, 11)
+    index.insert(seq, range(12))
+    name = memory.checkpoint_save(seq)  # not the index's
+    memory.seq_free(seq)
+    assert index.held_bytes == 0
+    memory.checkpoint_delete(name)
+    assert index.held_bytes == 3 * page
+    assert memory.memory_breakdown()["cpu"]["full: cached prefixes"] == 3 * page
+    other = memory.seq_new()
+    assert index.adopt(other, range(10)) == 10
+    assert index.held_bytes == 0
+    append(memory, other, 50)  # the last page is copied
+    assert index.held_bytes == page
+    memory.audit()
+    index.close()
+    assert memory.stats()["full"]["pages_cached"] == 0
+    memory.seq_free(other)
+    assert empty(memory)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -577,7 +630,7 @@ def test_a_salt_can_be_forgotten(index: PrefixIndex) -> None:
 def test_close_gives_everything_back(index: PrefixIndex) -> None:
     seq = compute(index, 1, 2, 3)
     index.insert(seq, [1, 2, 3], pin=True)
-    index.track(seq, [1, 2, 3])
+    index.track(seq, Tokens([1, 2, 3]))
     index.close()
     assert adopts(index, 1, 2, 3) == 0 and index.stats()["live"] == 0
     index.memory.seq_free(seq)
@@ -607,7 +660,7 @@ def pair_common(a: bytes, b: bytes) -> int:
 def test_order_finds_what_comparing_all_pairs_finds(
     known: list[bytes], data: st.DataObject
 ) -> None:
-    places = Places()
+    places = Entries()
     entries = {place: Entry(str(i), place) for i, place in enumerate(known)}
     for added in entries.values():
         places.add(added)
@@ -628,7 +681,8 @@ def test_order_finds_what_comparing_all_pairs_finds(
     assert (places.find(asked) is entries.get(asked)) or asked not in entries
 
     for cuts_back in (True, False):
-        for one, cost in places.costs(cuts_back):
+        for one in places:
+            cost = places.cost(one, cuts_back)
             others = {p: pair_common(p, one.place) for p in entries if p != one.place}
             ends_within = [n for p, n in others.items() if n == (len(p) - 16) // 4]
             best = max(others.values() if cuts_back else ends_within, default=0)
@@ -647,8 +701,10 @@ class Running:
 
     def __init__(self, salt: str) -> None:
         self.salt = salt
-        self.tokens: Tokens = ()
-        self.tracked = False
+        self.tokens: Ids = ()
+        """What is computed."""
+        self.live: Tokens | None = None
+        """What the index was told to look at, if it was."""
 
 
 class PrefixMachine(RuleBasedStateMachine):
@@ -662,17 +718,17 @@ class PrefixMachine(RuleBasedStateMachine):
         self.clock = Clock()
         self.index = PrefixIndex(self.memory, page_tokens, clock=self.clock)
         self.runs: dict[int, Running] = {}
-        self.kept: dict[tuple[str, Tokens], float] = {}
+        self.kept: dict[tuple[str, Ids], float] = {}
         self.adopted = self.hits = 0
-        self.prompts: list[Tokens] = [()]
+        self.prompts: list[Ids] = [()]
 
     def pick(self, which: int) -> int:
         return sorted(self.runs)[which % len(self.runs)]
 
-    def longest(self, tokens: Tokens, salt: str) -> int:
+    def longest(self, tokens: Ids, salt: str) -> int:
         """The most that anybody can give, by looking at everybody."""
         sources = [t for s, t in self.kept if s == salt]
-        sources += [r.tokens for r in self.runs.values() if r.tracked and r.salt == salt]
+        sources += [r.tokens for r in self.runs.values() if r.live is not None and r.salt == salt]
         common = [(lcp(source, tokens), len(source)) for source in sources]
         return max((n for n, length in common if can_cut(self.kind, length, n)), default=0)
 
@@ -683,7 +739,7 @@ class PrefixMachine(RuleBasedStateMachine):
         return True
 
     @rule(which=WHICH, cut=st.integers(0, 14), end=FEW, salt=SALT, announce=st.booleans())
-    def request(self, which: int, cut: int, end: Tokens, salt: str, announce: bool) -> None:
+    def request(self, which: int, cut: int, end: Ids, salt: str, announce: bool) -> None:
         """A prompt that begins as an earlier one did."""
         if len(self.runs) == 6:
             self.finish(which)
@@ -692,8 +748,8 @@ class PrefixMachine(RuleBasedStateMachine):
         seq = self.memory.seq_new()
         run = self.runs[seq] = Running(salt)
         if announce:
-            self.index.track(seq, tokens, salt)
-            run.tracked = True
+            run.live = Tokens(tokens)
+            self.index.track(seq, run.live, salt)
         wanted = self.longest(tokens, salt)
         n = self.index.adopt(seq, tokens, salt)
         assert n == wanted
@@ -703,21 +759,21 @@ class PrefixMachine(RuleBasedStateMachine):
         if n < len(tokens) and self.room(seq, len(tokens) - n):
             append(self.memory, seq, *tokens[n:])
             run.tokens = tokens
-        if announce:
-            self.index.track(seq, run.tokens, salt)
+        if run.live is not None:
+            run.live.truncate(len(run.tokens))
 
     @precondition(lambda self: self.runs)
     @rule(which=WHICH, tokens=FEW, known=st.booleans())
-    def grow(self, which: int, tokens: Tokens, known: bool) -> None:
+    def grow(self, which: int, tokens: Ids, known: bool) -> None:
         seq = self.pick(which)
         run = self.runs[seq]
         if not self.room(seq, len(tokens)):
             return
-        if known and run.tracked:  # before they are computed
-            self.index.extend(seq, tokens)
+        if known and run.live is not None:  # before they are computed
+            run.live.extend(tokens)
         append(self.memory, seq, *tokens)
-        if not known and run.tracked:
-            self.index.extend(seq, tokens)
+        if not known and run.live is not None:
+            run.live.extend(tokens)
         run.tokens += tokens
 
     @precondition(lambda self: self.runs)
@@ -727,15 +783,15 @@ class PrefixMachine(RuleBasedStateMachine):
         to = min(to, len(run.tokens))
         if self.memory.seq_rm(seq, to, -1):
             run.tokens = run.tokens[:to]
-            if run.tracked:
-                self.index.track(seq, run.tokens, run.salt)
+            if run.live is not None:
+                run.live.truncate(to)
 
     @precondition(lambda self: self.runs)
     @rule(which=WHICH)
     def track(self, which: int) -> None:
         run = self.runs[seq := self.pick(which)]
-        self.index.track(seq, run.tokens, run.salt)
-        run.tracked = True
+        run.live = Tokens(run.tokens)
+        self.index.track(seq, run.live, run.salt)
 
     @precondition(lambda self: self.runs)
     @rule(which=WHICH, pin=st.booleans(), ttl=st.sampled_from([None, 1.0, 5.0]))
@@ -779,10 +835,9 @@ class PrefixMachine(RuleBasedStateMachine):
         self.index.forget(salt)
         self.kept = {key: until for key, until in self.kept.items() if key[0] != salt}
 
-    def places(self) -> Iterator[tuple[str, Tokens]]:
+    def places(self) -> Iterator[tuple[str, Ids]]:
         salts = {self.index._keys.root(salt): salt for salt in ("", "x")}
-        entries = self.index._places.entries
-        for found, tokens in zip(entries, held(self.index), strict=True):
+        for found, tokens in zip(self.index._entries, held(self.index), strict=True):
             yield salts[found.place[:ROOT_BYTES]], tokens
 
     @invariant()
@@ -794,8 +849,8 @@ class PrefixMachine(RuleBasedStateMachine):
         assert sorted(places) == sorted(self.kept)
         saved = self.memory.checkpoints.by_name
         assert len(saved) == len(places)
-        for found, (_, tokens) in zip(self.index._places.entries, places, strict=True):
-            read = history(self.memory, saved[found.name].table)
+        for found, (_, tokens) in zip(self.index._entries, places, strict=True):
+            read = history(self.memory.group, self.memory.saved_table(found.name))
             assert read == [(token, i) for i, token in enumerate(tokens)]
 
     @invariant()
@@ -804,6 +859,10 @@ class PrefixMachine(RuleBasedStateMachine):
         assert (stats["hits"], stats["tokens_saved"]) == (self.hits, self.adopted)
         assert stats["entries"] == len(self.kept)
         assert stats["pinned"] == sum(until > self.clock.now for until in self.kept.values())
+        kept = {p for name in self.index.names for p in self.memory.saved_table(name).pages}
+        running = {p for seq in self.runs for p in self.memory.table(seq).pages}
+        assert stats["bytes_only_here"] == len(kept - running) * self.memory.pool.page_bytes
+        assert self.memory.stats()["full"]["pages_cached"] == len(kept)
         assert stats["bytes_index"] == sum(ROOT_BYTES + 4 * len(t) for _, t in self.kept)
         assert stats["misses"]["no state here"] == 0 or self.kind != "attention"
 
@@ -830,7 +889,7 @@ def test_long_random_runs(machine: type[PrefixMachine], seed: int) -> None:
     page_tokens = [1, 2, 4, 16][seed]
     run.start(page_tokens, pick.randint(80, 160) // page_tokens + 6)
 
-    def few() -> Tokens:
+    def few() -> Ids:
         return tuple(pick.choices(range(3), k=pick.randint(1, 4)))
 
     def number() -> int:

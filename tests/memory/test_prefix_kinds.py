@@ -7,8 +7,9 @@ from fake_kinds import KINDS, TAIL, append, check_seq, empty, make_kind, tokens_
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.memory.interface import Memory
-from quire.memory.prefix import PrefixIndex
+from quire.memory.memory import Memory
+from quire.memory.prefix.index import PrefixIndex
+from quire.memory.tokens import Tokens
 
 CHUNK = 7
 PROMPT = st.lists(st.integers(1, 2), min_size=1, max_size=40)
@@ -36,7 +37,7 @@ def test_what_is_adopted_was_computed(kind: str, prompts: list[list[int]], room:
     for prompt in prompts:
         seq = memory.seq_new()
         compute(memory, index, seq, prompt)
-        index.track(seq, prompt)
+        index.track(seq, Tokens(prompt))
         memory.audit()
         while not memory.fits([(seq + 1, CHUNK)]) and index.evict_one():
             memory.audit()

@@ -2,37 +2,46 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from hashlib import blake2b
 from io import BytesIO
 from typing import Any
 
 import numpy as np
 import pytest
+from fake_kernel import entry, history, page_address
 from fake_kinds import (
     KINDS,
     LOG_TOKENS,
+    _entry,
+    _start,
     append,
     check_saved,
     check_seq,
     empty,
-    leaves,
     make_kind,
-    pools,
     snapshot,
+    tables_of,
     tokens_at,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.errors import BudgetError, PagesError, RequestError, SessionFileError
-from quire.memory.interface import Memory
-from quire.memory.layout import MAX_POSITION
-from quire.memory.recurrent import RecurrentMemory
-from quire.memory.saved import Extra, Found, StateFlags
-from quire.memory.tiers import HostTier
+from quire.errors import BudgetError, OutOfMemory, PagesError, RequestError, SessionFileError
+from quire.memory.groups.attention import AttentionGroup
+from quire.memory.groups.layout import MAX_POSITION
+from quire.memory.groups.recurrent import RecurrentGroup
+from quire.memory.groups.state_table import StateTable
+from quire.memory.groups.table import Table
+from quire.memory.memory import Memory
+from quire.memory.saved.check import VERSION
+from quire.memory.saved.types import Extra, Found, StateFlags
+from quire.memory.tiers.tiers import HostTier
 
 HYBRID = "window, attention and recurrent"
 
@@ -55,8 +64,8 @@ def read(memory: Memory, data: bytes, seq: int = -1, **more: Any) -> Any:
 def everything(memory: Memory) -> object:
     """All that a refusal must leave as it is."""
     memory.audit()
-    budget = pools(memory)[0].budget
-    names = [list(leaf.checkpoints.by_name) for leaf in leaves(memory)]
+    budget = memory.pools[0].budget
+    names = list(memory.checkpoints.by_name)
     return snapshot(memory), memory.stats(), memory.seqs, names, budget.used
 
 
@@ -106,7 +115,7 @@ def test_all_that_is_held_comes_back_and_stays_shared(kind: str) -> None:
     assert other.seqs == [0, 1, 3, 7] and sorted(done.seqs) == other.seqs
     assert done.checkpoints == {"early": "early", "late": "late"}
     check_family(other, expected)
-    for mine, theirs in zip(pools(memory), pools(other), strict=True):
+    for mine, theirs in zip(memory.pools, other.pools, strict=True):
         assert mine.used == theirs.used
         assert sorted(mine.refs[mine.live_pages]) == sorted(theirs.refs[theirs.live_pages])
     assert written(other) == data
@@ -147,8 +156,8 @@ def test_a_sequence_goes_under_another_id_with_its_checkpoints(kind: str) -> Non
     append(other, 5, 77)
     check_family(other, {5: [*expected[3], (77, len(expected[3]))], now: expected["early"]})
     # What only the others held is not in the file.
-    held = sum(pool.used for pool in pools(make_and_read(kind, data, 2)))
-    assert held < sum(pool.used for pool in pools(memory))
+    held = sum(pool.used for pool in make_and_read(kind, data, 2).pools)
+    assert held < sum(pool.used for pool in memory.pools)
 
 
 def make_and_read(kind: str, data: bytes, seq: int) -> Memory:
@@ -171,7 +180,7 @@ def test_a_checkpoint_goes_through_bytes(kind: str) -> None:
     other.checkpoint_restore(4, again)
     append(other, 4, 9)
     check_family(other, {4: [*expected["late"], (9, len(expected["late"]))]})
-    timings = (memory.checkpoints.timings, other.checkpoints.timings)  # type: ignore[attr-defined]
+    timings = (memory.checkpoints.timings, other.checkpoints.timings)
     assert (timings[0]["to_bytes"].count, timings[1]["from_bytes"].count) == (1, 3)
     with pytest.raises(RequestError, match="nobody"):
         memory.checkpoint_to_bytes("nobody")
@@ -237,8 +246,8 @@ def test_any_history_comes_back(kind: str, steps: list[tuple[str, int, int]], se
             memory.seq_cp(seq, seq + 10)
         elif what == "mark":
             memory.checkpoint_save(seq)
-        elif what == "restore" and leaves(memory)[0].checkpoints.by_name:
-            names = list(leaves(memory)[0].checkpoints.by_name)
+        elif what == "restore" and memory.checkpoints.by_name:
+            names = list(memory.checkpoints.by_name)
             memory.checkpoint_restore(seq, names[n % len(names)])
         elif what == "remove":
             memory.seq_rm(seq, n, n + 2)
@@ -250,7 +259,7 @@ def test_any_history_comes_back(kind: str, steps: list[tuple[str, int, int]], se
     read(other, data)
     other.audit()
     assert other.seqs == memory.seqs and written(other) == data
-    assert [pool.used for pool in pools(other)] == [pool.used for pool in pools(memory)]
+    assert [pool.used for pool in other.pools] == [pool.used for pool in memory.pools]
     # Both go on alike, whoever has to copy which page.
     chosen = random.Random(seed)
     for seq in memory.seqs:
@@ -265,24 +274,21 @@ def test_any_history_comes_back(kind: str, steps: list[tuple[str, int, int]], se
 
 def contents(memory: Memory) -> object:
     """What every holder can see, whatever its pages are called."""
-    from fake_kernel import history
-    from fake_kinds import _entry, _start
-
     out: list[object] = []
-    for leaf in leaves(memory):
-        tables: dict[str, Any] = {str(seq): leaf.table(seq) for seq in leaf.seqs}
-        tables |= {f"at {c.name}": c.table for c in leaf.checkpoints.by_name.values()}
-        for label, table in sorted(tables.items()):
-            if isinstance(leaf, RecurrentMemory):
-                state = leaf.states.page_address(table.state) if table.state >= 0 else 0
-                log = leaf.logs.page_address(table.log) if table.log >= 0 else 0
-                for row in range(len(leaf.layers)):
+    for group in memory.groups:
+        for label, table in sorted(tables_of(memory, group).items()):
+            if isinstance(group, RecurrentGroup):
+                assert isinstance(table, StateTable)
+                state = page_address(group.states, table.state) if table.state >= 0 else 0
+                log = page_address(group.logs, table.log) if table.log >= 0 else 0
+                for row in range(len(group.layout.layers)):
                     entries = [
-                        _entry(log, leaf.layout, row, i).tolist() for i in range(table.log_length)
+                        _entry(log, group.layout, row, i).tolist() for i in range(table.log_length)
                     ]
-                    out.append((label, _start(state, leaf.layout, row), entries))
+                    out.append((label, _start(state, group.layout, row), entries))
             else:
-                out.append((label, history(leaf, table), table.next_position))
+                assert isinstance(group, AttentionGroup) and isinstance(table, Table)
+                out.append((label, history(group, table), table.next_position))
     return out
 
 
@@ -304,14 +310,14 @@ def test_a_partial_state_goes_with_attention_that_is_there(kind: str) -> None:
             with pytest.raises(RequestError, match="partial"):
                 read(memory, data, seq, flags=partial)
     assert everything(memory) == before
-    used = [pool.used for pool in pools(memory)]
+    used = [pool.used for pool in memory.pools]
     read(memory, data, 0, flags=partial)
     check_family(memory, {0: tokens_at(*range(21)), 4: tokens_at(*range(21), 30)})
     append(memory, 0, 21, 22)
     check_family(memory, {0: tokens_at(*range(23)), 4: tokens_at(*range(21), 30)})
-    for leaf, before_used in zip(leaves(memory), used, strict=False):
-        if leaf.layout.spec.kind == "attention":
-            assert leaf.pools[0].used <= before_used + 1
+    for pool, before_used in zip(memory.pools, used, strict=True):
+        if pool.name == "full":
+            assert pool.used <= before_used + 1
     memory.checkpoint_save(0, "x")
     with pytest.raises(RequestError, match="partial"):
         written(memory, 0, flags=partial, checkpoints=["x"])
@@ -541,7 +547,8 @@ def test_other_models_layouts_and_versions_are_named() -> None:
 
     data, _, _ = small(HYBRID)
     assert "another model" in refusal(set_meta("model", "xyz"))
-    assert "version '2'" in refusal(set_meta("version", "2"))
+    for version in (VERSION - 1, VERSION + 1):
+        assert f"version '{version}'" in refusal(set_meta("version", str(version)))
     assert "format" in refusal(set_meta("format", "pt"))
     assert "kind" in refusal(set_meta("kind", "sequence"))
     for group, field, value in (
@@ -549,6 +556,7 @@ def test_other_models_layouts_and_versions_are_named() -> None:
         ("full", "n_kv_heads", 2), ("full", "head_dim_k", 4), ("full", "layers", [0]),
         ("local", "window", 9), ("local", "kind", "attention"), ("delta", "state_bytes", 1),
         ("delta", "log_bytes", 1), ("delta", "log_tokens", 99),
+        ("full", "bytes", "mixed-endian, plain"), ("delta", "bytes", "mixed-endian, plain"),
     ):  # fmt: skip
         message = refusal(layout(group, field, value))
         assert f"{field} of group {group!r} is {value}" in message and "here" in message
@@ -565,6 +573,34 @@ def test_a_file_of_another_kind_of_memory_is_refused(kind: str) -> None:
         assert empty(target)
 
 
+def test_the_order_of_bytes_and_the_layout_of_pages_are_named(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two devices that lay pages out differently cannot read each other's."""
+    memory = make_kind(kind)
+    append(memory, 0, 1, 2, 3)
+    memory.checkpoint_save(0, "m")
+    whole, one, saved = written(memory), written(memory, 0), memory.checkpoint_to_bytes("m")
+    for data in (whole, one, saved):
+        length = 8 + int.from_bytes(data[:8], "little")
+        layout = json.loads(json.loads(data[8:length])["__metadata__"]["layout"])
+        assert layout.keys() == set(KINDS[kind])
+        for described in layout.values():
+            assert described["bytes"] == f"{sys.byteorder}-endian, plain"
+    other = make_kind(kind)
+    monkeypatch.setattr(other.devices[0].ops, "page_layout", "tiles of 16", raising=False)
+    name = KINDS[kind][0]
+    match = rf"bytes of group '{name}' is {sys.byteorder}-endian, plain in the file and .*tiles of"
+    for reads in (
+        lambda: read(other, whole),
+        lambda: read(other, one, 0),
+        lambda: other.checkpoint_from_bytes(saved),
+    ):
+        with pytest.raises(SessionFileError, match=match):
+            reads()
+    assert empty(other)
+
+
 def test_more_than_fits_is_refused_with_the_figures(kind: str) -> None:
     memory = make_kind(kind, limit=1 << 20)
     append(memory, 0, *range(40))
@@ -574,9 +610,23 @@ def test_more_than_fits_is_refused_with_the_figures(kind: str) -> None:
     small_one = make_kind(kind, limit=1 << 13 if kind != HYBRID else 5 << 12)
     append(small_one, 999, 1, 2)
     was = everything(small_one)
-    with pytest.raises((PagesError, BudgetError), match=r"needed.*free"):
+    with pytest.raises(SessionFileError, match=r"in all|of a budget of"):
         read(small_one, data)
     assert everything(small_one) == was
+
+
+def test_more_than_fits_now_is_refused_with_the_figures(kind: str) -> None:
+    memory = make_kind(kind, limit=1 << 15)
+    append(memory, 0, *range(9))
+    data = written(memory)
+    memory.clear(data=False)
+    with suppress(OutOfMemory):
+        for seq in itertools.count(100):
+            append(memory, seq, 1)
+    was = everything(memory)
+    with pytest.raises((PagesError, BudgetError), match=r"needed.*free"):
+        read(memory, data)
+    assert everything(memory) == was
 
 
 def test_what_is_there_is_not_overwritten(kind: str) -> None:
@@ -600,8 +650,6 @@ def test_what_is_there_is_not_overwritten(kind: str) -> None:
     with pytest.raises(SessionFileError, match="no"):
         read(memory, one, 7, check=dislike)
     assert everything(memory) == was
-    from fake_kernel import entry
-
     with memory.reserve([entry(0, 4)]):
         for change in (lambda: read(memory, one, 7), lambda: written(memory)):
             with pytest.raises(RequestError, match="open"):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from quire.errors import TierError
-from quire.memory.tiers import DiskTier, HostTier, Stored, Tier, Tiers
+from quire.memory.tiers.tiers import DiskTier, HostTier, Stored, Tier, Tiers
 
 PAGE = 96
 MAKERS: dict[str, Callable[[Path, int], Tier]] = {

@@ -1,0 +1,194 @@
+"""What is kept beside running sequences: checkpoints, and pages that lie in a tier."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from time import perf_counter_ns
+
+import numpy as np
+
+from quire.errors import RequestError
+from quire.memory.books import Books, Tables
+from quire.memory.checkpoint import Checkpoint
+from quire.memory.pages.pool import fit_together
+from quire.memory.tiers.parking import Parked, Staying, all_here, leaving, move_out
+from quire.memory.tiers.tiers import Tier
+
+
+class Keeping(Books):
+    """Checkpoints by name, and sequences and checkpoints whose own pages are parked."""
+
+    # -- tiers ----------------------------------------------------------------------------------
+
+    def park_bytes(self, seq: int, but: Staying | None = None) -> int:
+        """Bytes that parking a sequence would move, further ones if it is parked already.
+
+        They are what nobody else holds; or, given pages that stay, everything but those.
+        """
+        parked = self._parked.get(seq)
+        held = self.holdings(self.tables(seq)) if parked is None else parked.kept
+        return sum(int(leaving(p, ids, but).sum()) * p.page_bytes for p, ids, _ in held)
+
+    def park(self, seq: int, tier: Tier, but: Staying | None = None) -> None:
+        """Moves a sequence's own pages to a tier; until `unpark` it only has positions.
+
+        Given pages that stay, all others move: what is shared is free once nobody holds it here.
+        """
+        self.check_idle()
+        tier.check(self.park_bytes(seq, but))  # so that only a failing disk is found out later
+        parked = self._parked.get(seq) or self._all_here(self.tables(seq))
+        move_out(parked, tier, but)
+        self._parked[seq] = parked
+        self._tables.pop(seq, None)
+        self._trim()
+
+    def _all_here(self, tables: Tables) -> Parked:
+        return all_here(tables, self.holdings(tables))
+
+    def pages_of(self, seqs: Iterable[int]) -> Staying:
+        """Which pages these sequences hold here, by pool."""
+        held = {pool.name: np.zeros(pool.max_pages, bool) for pool in self.pools}
+        for seq in seqs:
+            for pool, pages, _ in self.holdings(self._tables[seq]) if seq in self._tables else ():
+                held[pool.name][pages] = True
+        return held
+
+    def unpark(self, seq: int) -> None:
+        """Brings a parked sequence back; or an error, and it stays parked."""
+        self.check_idle()
+        if seq not in self._parked:
+            raise RequestError(f"sequence {seq} is not parked; parked are {sorted(self._parked)}")
+        self._tables[seq] = self._brought_back(self._parked[seq])
+        del self._parked[seq]
+
+    def _brought_back(self, parked: Parked) -> Tables:
+        """Tables with all their pages here again; or an error and nothing changed."""
+        try:
+            pages = iter(parked.bring_back())
+        except BaseException:
+            self._trim()
+            raise
+        parked.forget()
+        return tuple(
+            group.repaged(table, [next(pages) for _ in group.pools])
+            for group, table in zip(self.groups, parked.tables, strict=True)
+        )
+
+    def _drop_parked(self, seq: int) -> None:
+        if seq in self._parked:
+            self._parked.pop(seq).drop()
+            self._trim()
+
+    # -- checkpoints ----------------------------------------------------------------------------
+
+    def checkpoint_supported(self) -> bool:
+        """Whether checkpoints can be taken: of every kind."""
+        return True
+
+    def checkpoint_save(self, seq: int, name: str | None = None, cached: bool = False) -> str:
+        """Keeps a sequence as it is now under a name (made up if None); moves no bytes."""
+        self.check_idle()
+        start = perf_counter_ns()
+        tables = self.tables(seq)
+        name = self.checkpoints.new_name(name)
+        kept = []
+        for group, table in zip(self.groups, tables, strict=True):
+            group.share(table, seq)
+            kept.append(table.copy())
+        self.checkpoints.by_name[name] = saved = Checkpoint(name, seq, tuple(kept), cached)
+        if cached:
+            self._cache(saved, 1)
+        self.checkpoints.timings["save"].add(perf_counter_ns() - start)
+        return name
+
+    def checkpoint_restore(self, seq: int, name: str) -> None:
+        """Makes a sequence what the checkpoint holds; the checkpoint stays.
+
+        One that is parked comes back first; or an error, and nothing has changed.
+        """
+        self.check_idle()
+        start = perf_counter_ns()
+        if seq < 0:
+            raise RequestError(f"sequence ids start at 0; nothing can be restored to {seq}")
+        self.checkpoint_unpark(name)
+        saved = self.checkpoints.get(name).tables
+        self._drop_parked(seq)
+        # The checkpoint never writes, so where it is alone the sequence becomes the appender.
+        old, copies = self._tables.get(seq), []
+        for i, group in enumerate(self.groups):
+            if old is None:
+                group.share(saved[i], seq)
+            else:
+                group.exchange(old[i], saved[i], seq)
+            copies.append(saved[i].copy())
+        self._tables[seq] = tuple(copies)
+        self._trim()
+        self.checkpoints.timings["restore"].add(perf_counter_ns() - start)
+
+    def checkpoint_delete(self, name: str) -> None:
+        """Forgets a checkpoint and frees what nobody else holds."""
+        self.check_idle()
+        start = perf_counter_ns()
+        self._forget(name)
+        self._trim()
+        self.checkpoints.timings["delete"].add(perf_counter_ns() - start)
+
+    def _forget(self, name: str) -> None:
+        saved = self.checkpoints.get(name)
+        if saved.cached:
+            self._cache(saved, -1)
+        del self.checkpoints.by_name[name]
+        if saved.parked is None:
+            self._let_go(saved.tables)
+        else:
+            saved.parked.drop()
+
+    def _cache(self, saved: Checkpoint, by: int) -> None:
+        """Counts a checkpoint's pages as the prefix index's, or no longer."""
+        for pool, pages, _ in self.held_by(saved):
+            pool.cache(pages, by)
+
+    def checkpoint_park_bytes(self, name: str, but: Staying | None = None) -> int:
+        """Bytes that parking a checkpoint would move, as `park_bytes` counts them."""
+        held = self.held_by(self.checkpoints.get(name))
+        return sum(int(leaving(p, ids, but).sum()) * p.page_bytes for p, ids, _ in held)
+
+    def checkpoint_park(self, name: str, tier: Tier, but: Staying | None = None) -> None:
+        """Moves the pages that only a checkpoint holds, or all but some, to a tier."""
+        self.check_idle()
+        saved = self.checkpoints.get(name)
+        tier.check(self.checkpoint_park_bytes(name, but))
+        if saved.cached:
+            self._cache(saved, -1)
+        try:
+            parked = saved.parked or self._all_here(saved.tables)
+            move_out(parked, tier, but)
+            saved.parked = parked
+        finally:
+            if saved.cached:
+                self._cache(saved, 1)
+        self._trim()
+
+    def checkpoint_unpark(self, name: str) -> None:
+        """Brings a checkpoint's pages back, if they are parked; or an error and no change."""
+        self.check_idle()
+        saved = self.checkpoints.get(name)
+        if saved.parked is None:
+            return
+        if saved.cached:
+            self._cache(saved, -1)
+        try:
+            saved.tables, saved.parked = self._brought_back(saved.parked), None
+        finally:
+            if saved.cached:
+                self._cache(saved, 1)
+
+    def checkpoint_fits(self, name: str) -> bool:
+        """Whether a checkpoint's pages are here, or could be brought back now."""
+        parked = self.checkpoints.get(name).parked
+        return parked is None or fit_together([(part.pool, part.n_moved) for part in parked.parts])
+
+    def checkpoint_bytes(self, name: str) -> int:
+        """Bytes of memory that nobody but this checkpoint keeps alive."""
+        held = self.held_by(self.checkpoints.get(name))
+        return sum(int((pool.refs[pages] == 1).sum()) * pool.page_bytes for pool, pages, _ in held)
