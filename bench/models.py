@@ -56,8 +56,8 @@ class Variant:
         """What was measured, for the JSON line."""
         return {
             "name": self.name,
-            "layers": self.llm.extent.layers,
-            "experts": self.llm.extent.experts,
+            "layers": self.llm.active.layers,
+            "experts": self.llm.active.experts,
             "weight_bytes": self.llm.model.weight_bytes,
             "prefill_tokens_per_s": max(self.prefill),
             "decode_tokens_per_s": max(self.decode),

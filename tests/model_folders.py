@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.models.registry import declared_groups, open_weights
+from quire.config import LoadConfig
+from quire.models.registry import open_weights
 from quire.ops.cpu import CpuOps
+from quire.placement.blueprint import Blueprint
 from tests import random_hybrids
 from tests.safetensors_writer import write_folder
 
@@ -118,7 +120,7 @@ def write_qwen3next(folder: Path) -> Path:
 def exactly(path: Path) -> dict[str, Any]:
     """Settings that leave nothing rounded; those of K and V only where there are any."""
     with open_weights(path) as file:
-        groups = declared_groups(file, CpuOps(1))
+        groups = Blueprint.read(file, CpuOps(1), LoadConfig()).groups
     attends = any(group.kind != "recurrent" for group in groups)
     return {"activations": "f32"} | ({"type_k": "f32", "type_v": "f32"} if attends else {})
 

@@ -45,6 +45,8 @@ class Tiny:
     """Tokens that layers with a window see, themselves included; 0 for no windows."""
     sliding: tuple[bool, ...] = ()
     """Which layers have the window, if not all."""
+    reads: tuple[tuple[int, int], ...] = ()
+    """Layers without keys and values of their own, and whose they look at: (reader, owner)."""
 
     @property
     def qk_norm(self) -> bool:
@@ -119,6 +121,9 @@ def weights(t: Tiny) -> dict[str, NDArray[np.float32]]:
         if t.qk_norm:
             out[f"{at}attn_q_norm.weight"] = norm(t.head_dim)
             out[f"{at}attn_k_norm.weight"] = norm(t.head_dim)
+    for reader, _ in t.reads:
+        for name in ("k.weight", "v.weight", "k.bias", "v.bias", "k_norm.weight"):
+            out.pop(f"blk.{reader}.attn_{name}", None)
     return out
 
 
@@ -185,20 +190,22 @@ def forward(t: Tiny, w: dict[str, NDArray[np.float32]], ids: list[int]) -> Float
     everything = np.triu(np.full((n, n), -np.inf), 1)
     windowed = everything + np.tril(np.full((n, n), -np.inf), -t.window)
     sliding = t.sliding or (bool(t.window),) * t.layers
+    owners, stored = dict(t.reads), dict[int, tuple[Floats, Floats]]()
     x = weight("token_embd.weight")[ids]
     for i in range(t.layers):
         at, mask = f"blk.{i}.", windowed if sliding[i] else everything
         h = norm(x, at + "attn_norm.weight")
-        q, k, v = (h @ weight(f"{at}attn_{p}.weight").T for p in "qkv")
-        if t.arch == "qwen2":
-            q, k, v = (
-                y + weight(f"{at}attn_{p}.bias") for y, p in zip((q, k, v), "qkv", strict=True)
-            )
-        q, k, v = (y.reshape(n, -1, t.head_dim) for y in (q, k, v))
-        if t.qk_norm:
-            q, k = norm(q, at + "attn_q_norm.weight"), norm(k, at + "attn_k_norm.weight")
-        q, k = (_rotate(y, cos, sin, neox=t.arch != "llama") for y in (q, k))
-        k, v = (np.repeat(y, t.heads // t.kv_heads, axis=1) for y in (k, v))
+        made = {}
+        for p in "q" if i in owners else "qkv":
+            y = h @ weight(f"{at}attn_{p}.weight").T
+            if t.arch == "qwen2":
+                y = y + weight(f"{at}attn_{p}.bias")
+            y = y.reshape(n, -1, t.head_dim)
+            if t.qk_norm and p != "v":
+                y = norm(y, f"{at}attn_{p}_norm.weight")
+            made[p] = y if p == "v" else _rotate(y, cos, sin, neox=t.arch != "llama")
+        stored[i] = stored[owners[i]] if i in owners else (made["k"], made["v"])
+        q, (k, v) = made["q"], (np.repeat(y, t.heads // t.kv_heads, axis=1) for y in stored[i])
         scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(t.head_dim) + mask
         scores = np.exp(scores - scores.max(-1, keepdims=True))
         scores /= scores.sum(-1, keepdims=True)

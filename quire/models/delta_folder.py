@@ -7,20 +7,20 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.models import hf
+from quire.models import folder_names
 from quire.models.delta_hybrid import (
     INTERVAL,
     MAX_COLUMNS,
     MAX_DIM,
     MAX_HEADS,
     MAX_TAPS,
-    DeltaShape,
     all_but_every,
 )
+from quire.models.recurrent_layers import DeltaShape
 from quire.weights.gguf_format import Value
 from quire.weights.naming import ADD_ONE, Change, HFConfig, Naming, Source, one
 
-_TENSORS = hf.ATTENTION | hf.QK_NORM | {
+_TENSORS = folder_names.ATTENTION | folder_names.QK_NORM | {
     "post_attention_norm.weight": "post_attention_layernorm.weight",
     "ssm_conv1d.weight": "linear_attn.conv1d.weight",
     "ssm_a": "linear_attn.A_log",
@@ -28,7 +28,9 @@ _TENSORS = hf.ATTENTION | hf.QK_NORM | {
     "ssm_norm.weight": "linear_attn.norm.weight",
     "ssm_out.weight": "linear_attn.out_proj.weight",
 }  # fmt: skip
-_NETWORK = {name: stored for name, stored in hf.FEED_FORWARD.items() if name != "ffn_norm.weight"}
+_NETWORK = {
+    name: stored for name, stored in folder_names.FEED_FORWARD.items() if name != "ffn_norm.weight"
+}
 _EXPERTS = {
     "ffn_gate_inp.weight": "mlp.gate.weight",
     "ffn_gate_inp_shexp.weight": "mlp.shared_expert_gate.weight",
@@ -64,22 +66,22 @@ def naming(
 
     Left out are the layers that guess tokens ahead (mtp.…) and the eyes (model.visual.…).
     """
-    text = hf.text_settings(config)
+    text = folder_names.text_settings(config)
     for key, usual in {"attn_output_gate": True, "attention_bias": False}.items():
         text.expect(key, usual, default=usual)
     text.expect("mlp_only_layers", [], default=[])
     text.expect("decoder_sparse_step", 1, default=1)
-    count = hf.expert_count(text, default=0)
+    count = folder_names.expert_count(text, default=0)
     facts = _delta_facts(text, arch) | (_expert_facts(text, arch, count) if count else {})
     if count:  # their folders may leave out the width of networks that no layer has
         width = text.whole("moe_intermediate_size")
         text = HFConfig(text.path, {"intermediate_size": width, **text.values})
     names = _TENSORS | (_EXPERTS if count else _NETWORK)
     changes = {f"{name}.weight": ADD_ONE for name in _NORMS} | changes
-    plain = hf.decoder(text, arch, names, changes, rotated=0.25)
+    plain = folder_names.decoder(text, arch, names, changes, rotated=0.25)
     more = {
         f"blk.{i}.{name}": one(f"model.layers.{i}.{source.names[0]}", source.change)
-        for i in range(hf.layers(text))
+        for i in range(folder_names.layers(text))
         for name, source in inputs.items()
     }
     out = replace(
@@ -87,7 +89,9 @@ def naming(
     )
     if count:
         out = _with_experts(out, text, count)
-    return hf.inside(out, "model.language_model.", _EYES) if "text_config" in config else out
+    return (
+        folder_names.inside(out, "model.language_model.", _EYES) if "text_config" in config else out
+    )
 
 
 def _delta_facts(text: HFConfig, arch: str) -> dict[str, Value]:
@@ -100,7 +104,7 @@ def _delta_facts(text: HFConfig, arch: str) -> dict[str, Value]:
         f"{arch}.ssm.inner_size": shape.values,
     }
     interval = text.whole("full_attention_interval", default=INTERVAL)
-    recurrent = _recurrent(text, all_but_every(interval, hf.layers(text)))
+    recurrent = _recurrent(text, all_but_every(interval, folder_names.layers(text)))
     if np.array_equal(recurrent, all_but_every(interval, len(recurrent))):
         return facts | {f"{arch}.full_attention_interval": interval}
     return facts | {f"{arch}.attention.recurrent_layers": recurrent}
@@ -131,8 +135,8 @@ def _with_experts(plain: Naming, text: HFConfig, count: int) -> Naming:
     """Experts are stored one by one, or all of a layer in two tensors."""
     whole = {
         f"blk.{i}.ffn_{name}_exps.weight": one(f"model.layers.{i}.mlp.experts.{name}_proj")
-        for i in range(hf.layers(text))
+        for i in range(folder_names.layers(text))
         for name in ("gate_up", "down")
     }
-    stacks = hf.expert_stacks(text, count)
+    stacks = folder_names.expert_stacks(text, count)
     return replace(plain, tensors=plain.tensors | stacks, otherwise=whole)

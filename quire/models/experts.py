@@ -1,17 +1,19 @@
-"""A layer's mixture of experts in place of its one gated network."""
+"""Networks of several experts, of which a router gives each token a few."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from quire.errors import ModelError
-from quire.models.loader import Loader
-from quire.ops import SILU_MUL, Array, Ops
+from quire.models.layers import total_bytes
+from quire.models.loader import Kit
+from quire.models.sizes import DenseSizes
+from quire.ops import SILU_MUL, Array
 from quire.weights.file import WeightFile
 
 
 @dataclass(frozen=True)
-class ExpertsConfig:
+class Routing:
     """How many experts there are, how many a token uses, and how these are weighed."""
 
     count: int
@@ -20,7 +22,7 @@ class ExpertsConfig:
     scale: float
 
     @classmethod
-    def read(cls, file: WeightFile, arch: str) -> ExpertsConfig:
+    def read(cls, file: WeightFile, arch: str) -> Routing:
         """What a file says, each number within reason."""
         count = file.get_int(f"{arch}.expert_count", minimum=1, maximum=65536)
         used = file.get_int(f"{arch}.expert_used_count", minimum=1, maximum=65536)
@@ -34,57 +36,48 @@ class ExpertsConfig:
         return cls(count, used, normalize, scale or 1.0)
 
 
-class ExpertNetwork:
+class Experts:
     """One layer's experts with their router; the tensors have the experts as first axis."""
 
     def __init__(
-        self, ops: Ops, config: ExpertsConfig, load: Loader, at: str,
-        width: int, ffn: int, eps: float, norm: str = "ffn_norm",
-    ) -> None:  # fmt: skip
-        self._ops, self._config, self._eps = ops, config, eps
-        n = config.count
-        self._norm = load.vector((f"{at}{norm}.weight", width))
-        self._router = load.matrix(width, (f"{at}ffn_gate_inp.weight", n), exact=True)
+        self, kit: Kit, c: DenseSizes, layer: int, routing: Routing, *, norm: str = "ffn_norm"
+    ) -> None:
+        self._ops, self._eps, self._routing = kit.ops, c.eps, routing
+        load, at, n = kit.load, f"blk.{layer}.", routing.count
+        self._norm = load.vector((f"{at}{norm}.weight", c.width))
+        self._router = load.matrix(c.width, (f"{at}ffn_gate_inp.weight", n), exact=True)
+        names = ("ffn_gate_exps", "ffn_up_exps")
+        gate_up = [(f"{at}{name}.weight", c.ffn_width) for name in names]
         fused = f"{at}ffn_gate_up_exps.weight"
         if load.has(fused):
-            self._gate_up = load.experts(n, width, (fused, 2 * ffn))
-        else:
-            gate_up = ((f"{at}ffn_gate_exps.weight", ffn), (f"{at}ffn_up_exps.weight", ffn))
-            self._gate_up = load.experts(n, width, *gate_up)
-        self._down = load.experts(n, ffn, (f"{at}ffn_down_exps.weight", width))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the matrices hold."""
-        return sum(m.nbytes for m in (self._router, self._gate_up, self._down))
+            gate_up = [(fused, 2 * c.ffn_width)]
+        self._gate_up = load.experts(n, c.width, *gate_up)
+        self._down = load.experts(n, c.ffn_width, (f"{at}ffn_down_exps.weight", c.width))
+        self.nbytes = total_bytes((self._router, self._gate_up, self._down))
 
     def add_to(self, x: Array) -> None:
         """x += what the experts make of it."""
-        c = self._config
+        routing = self._routing
         self._ops.experts(
-            x, self._router, self._gate_up, self._down, c.used, norm=self._norm, eps=self._eps,
-            normalize=c.normalize, scale=c.scale, into=x,
+            x, self._router, self._gate_up, self._down, routing.used, norm=self._norm,
+            eps=self._eps, normalize=routing.normalize, scale=routing.scale, into=x,
         )  # fmt: skip
 
 
-class SharedExpertNetwork(ExpertNetwork):
+class SharedExperts(Experts):
     """Experts, and one more network that every token goes through, gated by a number per token."""
 
     def __init__(
-        self, ops: Ops, config: ExpertsConfig, load: Loader, at: str,
-        width: int, ffn: int, eps: float, shared: int, norm: str = "ffn_norm",
+        self, kit: Kit, c: DenseSizes, layer: int, routing: Routing, shared: int, *,
+        norm: str = "ffn_norm",
     ) -> None:  # fmt: skip
-        super().__init__(ops, config, load, at, width, ffn, eps, norm)
+        super().__init__(kit, c, layer, routing, norm=norm)
+        load, at = kit.load, f"blk.{layer}."
         gate_up = ((f"{at}ffn_gate_shexp.weight", shared), (f"{at}ffn_up_shexp.weight", shared))
-        self._shared_gate_up = load.matrix(width, *gate_up)
-        self._shared_down = load.matrix(shared, (f"{at}ffn_down_shexp.weight", width))
-        self._share = load.matrix(width, (f"{at}ffn_gate_inp_shexp.weight", 1), exact=True)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the matrices hold."""
-        own = (self._shared_gate_up, self._shared_down, self._share)
-        return super().nbytes + int(sum(m.nbytes for m in own))
+        self._shared_gate_up = load.matrix(c.width, *gate_up)
+        self._shared_down = load.matrix(shared, (f"{at}ffn_down_shexp.weight", c.width))
+        self._share = load.matrix(c.width, (f"{at}ffn_gate_inp_shexp.weight", 1), exact=True)
+        self.nbytes += total_bytes((self._shared_gate_up, self._shared_down, self._share))
 
     def add_to(self, x: Array) -> None:
         """x += what the experts and the shared one make of it."""

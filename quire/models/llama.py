@@ -7,20 +7,27 @@ from __future__ import annotations
 
 import numpy as np
 
-from quire.models import hf
-from quire.models.dense import DenseConfig, DenseModel
-from quire.models.loader import Loader
+from quire.models import folder_names
+from quire.models.decoder import Decoder
+from quire.models.layers import Attention, GatedNetwork
+from quire.models.loader import Kit
+from quire.models.sizes import DenseSizes
 from quire.models.windows import Windows
-from quire.ops import Ops
 from quire.weights.file import WeightFile
 from quire.weights.naming import HFConfig, Naming, pair_up
 
 
-def build(file: WeightFile, load: Loader, ops: Ops, type_k: str, type_v: str) -> DenseModel:
-    """The model, its tensors taken through `load`."""
-    config = DenseConfig.read(file, "llama", neox=False)
-    windows = Windows.read(file, "llama", config.n_layers)
-    return DenseModel(config, windows, load, ops, type_k, type_v)
+def build(file: WeightFile, kit: Kit) -> Decoder:
+    """The model, its tensors taken through the kit."""
+    c = DenseSizes.read(file, "llama", neox=False)
+    windows = Windows.read(file, "llama", c.n_layers)
+    rope = kit.ops.rope(c.rope)
+
+    def attention(i: int) -> Attention:
+        return Attention(kit, c, i, rope, window=windows.of(i))
+
+    layers = [(attention(i), GatedNetwork(kit, c, i)) for i in range(c.n_layers)]
+    return Decoder(kit, c, layers)
 
 
 def from_hf(config: HFConfig) -> Naming:
@@ -30,12 +37,12 @@ def from_hf(config: HFConfig) -> Naming:
     changes = {"attn_q.weight": pair_up(heads), "attn_k.weight": pair_up(kv_heads)}
     for section in (config, config.section("rope_parameters")):  # pairs are made of whole heads
         section.expect("partial_rotary_factor", 1.0, default=1.0)
-    tensors = hf.ATTENTION | hf.FEED_FORWARD
-    return hf.decoder(config, "llama", tensors, changes, windows=_windows(config))
+    tensors = folder_names.ATTENTION | folder_names.FEED_FORWARD
+    return folder_names.decoder(config, "llama", tensors, changes, windows=_windows(config))
 
 
 def _windows(config: HFConfig) -> Windows:
     """All layers of Mistral may have a window; those of Llama never do, whatever a folder says."""
     names = config.strings("architectures", default=[]) or [config.text("model_type")]
     mistral = names[0].lower().startswith("mistral")
-    return hf.windows_in(config, np.full(hf.layers(config), mistral))
+    return folder_names.windows_in(config, np.full(folder_names.layers(config), mistral))

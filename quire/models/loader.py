@@ -1,19 +1,16 @@
-"""Takes a model's tensors out of a file: once to check them all, once to pack them."""
+"""Takes a model's tensors out of a file and packs them for a device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import prod
-from typing import Final, Protocol
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.errors import ModelError, RequestError
-from quire.models.extent import blocks_ahead
-from quire.ops import Array, Matrix, Ops, Part
+from quire.ops import Array, Heads, Matrix, Ops, Part
 from quire.weights.file import TensorFacts, WeightFile
-from quire.weights.gguf_format import quote
 from quire.weights.quant import GGMLType, dequantize, quantize_q4_0, quantize_q8_0
 
 ProgressFn = Callable[[int, int], None]
@@ -30,8 +27,6 @@ _WRITERS: Final = {GGMLType.Q8_0: quantize_q8_0, GGMLType.Q4_0: quantize_q4_0}
 # With four bits these lose most, and llama.cpp's tools spare them as well.
 _SPARED: Final = ("token_embd.weight", "output.weight")
 _CHUNK: Final = 1 << 22
-# Read elsewhere, known from the settings, or of use only to kernels that round activations so.
-_UNUSED: Final = ("rope_freqs.weight", ".attn_rot_embd.weight", ".input_scale")
 
 
 class Loader(Protocol):
@@ -56,102 +51,22 @@ class Loader(Protocol):
         """A small tensor on the host, in float32."""
 
 
-class TensorCheck:
-    """Notes what is missing or misshaped, and the bytes that will be packed."""
+@dataclass(frozen=True)
+class Kit:
+    """What a model is built with: operations, tensors, and how K and V are stored."""
 
-    def __init__(self, file: WeightFile) -> None:
-        self._file = file
-        self._faults: list[str] = []
-        self._asked: set[str] = set()
-        self._matrices: set[str] = set()
-        self.nbytes = 0
+    ops: Ops
+    load: Loader
+    type_k: str
+    type_v: str
 
-    def has(self, name: str) -> bool:
-        """Whether the file has this tensor."""
-        return name in self._file.tensors
-
-    def matrix(self, cols: int, *parts: Rows, exact: bool = False) -> Matrix:
-        """Checks each part; there is no matrix yet."""
-        for name, rows, *_ in parts:
-            tensor = self._file.tensors.get(name)
-            if tensor is not None and tensor.shape and _flat(tensor) == (rows, cols):
-                self._note(name, tensor)
-            else:
-                self._check(name, (rows, cols))
-        if not exact:
-            self._matrices.update(name for name, *_ in parts)
-
-    def experts(self, count: int, cols: int, *parts: Rows) -> Matrix:
-        """Checks each part; there is no matrix yet."""
-        for name, rows, *_ in parts:
-            self._check(name, (count, rows, cols))
-            self._matrices.add(name)
-
-    def vector(self, *parts: Rows) -> Array:
-        """Checks each part; there is no array yet."""
-        for name, rows, *_ in parts:
-            self._check(name, (rows,))
-
-    def array(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
-        """Checks the tensor; there are only zeros yet.
-
-        Faults are raised at once, so that nobody makes zeros of a size that is only claimed.
-        """
-        if not self._check(name, shape):
-            self.raise_faults()
-        return np.zeros(shape, np.float32)
-
-    def _check(self, name: str, shape: tuple[int, ...]) -> bool:
-        tensor = self._file.tensors.get(name)
-        if tensor is None:
-            self._faults.append(f"{name}: missing, should be {list(shape)}")
-        elif tensor.shape != shape:
-            self._faults.append(f"{name}: is {list(tensor.shape)}, should be {list(shape)}")
-        else:
-            self._note(name, tensor)
-            return True
-        return False
-
-    def _note(self, name: str, tensor: TensorFacts) -> None:
-        self._asked.add(name)
-        self.nbytes += tensor.nbytes  # once for each matrix that takes rows of it
-
-    def raise_faults(self) -> None:
-        """One error that lists every fault."""
-        if self._faults:
-            faults = "\n  ".join(self._faults)
-            count = _counted(len(self._faults), "is", "are")
-            raise ModelError(f"{self._file.path}: {count} not as needed:\n  {faults}")
-
-    def refuse_rest(self) -> None:
-        """Tensors that nobody asked for would change what is computed, so they are refused."""
-        arch, ahead = self._file.get_str("general.architecture"), blocks_ahead(self._file)
-        rest = [name for name in self._file.tensors if name not in self._asked]
-        left = [n for n in rest if not n.endswith(_UNUSED) and not n.startswith(ahead)]
-        if left:
-            named = ", ".join(quote(name) for name in left[:8])
-            more = f" and {len(left) - 8} more" if len(left) > 8 else ""
-            count = _counted(len(left), "has", "have")
-            raise ModelError(
-                f"{self._file.path}: {count} no place in Quire's {arch}: {named}{more}"
-            )
-
-    def refuse_idle(self, quantize: str | None) -> None:
-        """A setting that would turn no matrix into blocks is refused."""
-        tensors = {name: self._file.tensors[name] for name in self._matrices}
-        if quantize and all(loaded_type(n, t, quantize) == t.type for n, t in tensors.items()):
-            raise RequestError(
-                f"quantize is {quantize}, but {self._file.path} has no matrix of 16 or 32 bits "
-                "that it could turn into such blocks; leave it out"
-            )
-
-
-def _counted(n: int, one: str, several: str) -> str:
-    return f"1 tensor {one}" if n == 1 else f"{n} tensors {several}"
+    def heads(self, shape: Heads, q_norm: Array | None, k_norm: Array | None, eps: float) -> Any:
+        """The handle of a layer's attention; the norms are per head and may be None."""
+        return self.ops.heads(shape, self.type_k, self.type_v, q_norm, k_norm, eps)
 
 
 class TensorLoader:
-    """Packs tensors for a device, and lets go of the file's pages behind itself.
+    """Packs tensors for a device, one matrix after the other.
 
     With `quantize`, matrices of floats become blocks of that type on the way.
     """
@@ -186,7 +101,6 @@ class TensorLoader:
     def _pack(self, packed: list[Part], parts: tuple[Rows, ...]) -> Matrix:
         matrix = self._ops.pack(packed)
         for name, *_ in parts:
-            self._file.release(name)
             self._advance(self._file.tensors[name].nbytes)
         return matrix
 
@@ -232,16 +146,6 @@ def loaded_type(name: str, tensor: TensorFacts, quantize: str | None) -> GGMLTyp
     return wanted if tensor.shape[-1] % wanted.block_size == 0 else tensor.type
 
 
-def loaded_bytes(file: WeightFile, quantize: str | None) -> int:
-    """About how much the weights of a file will take in memory."""
-    ahead = blocks_ahead(file)
-    return sum(
-        loaded_type(name, tensor, quantize).nbytes(tensor.shape) if tensor.shape else tensor.nbytes
-        for name, tensor in file.tensors.items()
-        if not name.startswith(ahead)
-    )
-
-
 def _requantized(
     rows: NDArray[np.uint8], stored: GGMLType, cols: int, type: GGMLType
 ) -> NDArray[np.uint8]:
@@ -252,7 +156,3 @@ def _requantized(
         some = rows[at : at + step]
         out[at : at + step] = _WRITERS[type](dequantize(some.ravel(), stored, (len(some), cols)))
     return out
-
-
-def _flat(tensor: TensorFacts) -> tuple[int, int]:
-    return prod(tensor.shape[:-1]), tensor.shape[-1]

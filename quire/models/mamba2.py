@@ -6,81 +6,53 @@ A layer is in(norm(x)) → [z | x B C | dt], the recurrence over all but z, a no
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 
 from quire.errors import ModelError
-from quire.memory.build import GroupKernels
-from quire.models import hf
-from quire.models.dense import vocabulary
-from quire.models.loader import Loader
-from quire.models.page_kernels import recurrent_group, recurrent_kernels
-from quire.ops import Array, Matrix, Ops, Recurrent
-from quire.ops.batch import Batch
-from quire.weights.file import WeightFile
+from quire.models import folder_names
+from quire.models.decoder import Decoder
+from quire.models.loader import Kit
+from quire.models.recurrent_layers import Ssd, SsdShape
+from quire.models.sizes import MOST, Sizes
+from quire.weights.file import REQUIRED, Required, WeightFile
 from quire.weights.gguf_format import Value
 from quire.weights.naming import SQUEEZE_CONV, Change, HFConfig, Naming, one
 
-GROUP = "recurrent"
-_MOST = 2**20  # no real model has more of anything that is counted here
 _CONTEXT = 2**20  # there is no limit; converters write this
 
 
-@dataclass(frozen=True)
-class Config:
-    """The sizes of a Mamba-2 model."""
+def build(file: WeightFile, kit: Kit) -> Decoder:
+    """The model, its tensors taken through the kit; it has no keys and values."""
+    c, shape = Sizes.read(file, "mamba2"), _shape(file)
+    return Decoder(kit, c, [(Ssd(kit, c, i, shape), None) for i in range(c.n_layers)])
 
-    n_layers: int
-    width: int
-    inner: int
-    n_heads: int
-    n_groups: int
-    state_dim: int
-    conv_width: int
-    n_vocab: int
-    n_ctx_train: int
-    eps: float
-    dt_limits: tuple[float, float]
-    norm_shape: tuple[int, ...]
-    """Of the gated norm's weights; each row of columns is normed by itself."""
 
-    @property
-    def channels(self) -> int:
-        """What the convolution sees: x, B and C."""
-        return self.inner + 2 * self.n_groups * self.state_dim
+def _shape(file: WeightFile) -> SsdShape:
+    """The sizes a file gives, each within reason."""
 
-    @classmethod
-    def read(cls, file: WeightFile) -> Config:
-        """The sizes a file gives, each within reason."""
+    def count(key: str, most: int = MOST, default: int | Required = REQUIRED) -> int:
+        return file.get_int(f"mamba2.ssm.{key}", default=default, minimum=1, maximum=most)
 
-        def count(key: str, most: int = _MOST) -> int:
-            return file.get_int(f"mamba2.{key}", minimum=1, maximum=most)
-
-        inner, heads = count("ssm.inner_size"), count("ssm.time_step_rank")
-        groups = file.get_int("mamba2.ssm.group_count", default=1, minimum=1, maximum=_MOST)
-        if inner % heads or heads % groups:
-            raise ModelError(
-                f"{file.path}: {inner} columns in {heads} heads of {groups} groups; each number "
-                "must divide the one before"
-            )
-        return cls(
-            n_layers=count("block_count", hf.MAX_LAYERS),
-            width=count("embedding_length"),
-            inner=inner,
-            n_heads=heads,
-            n_groups=groups,
-            state_dim=count("ssm.state_size"),
-            conv_width=count("ssm.conv_kernel", 1024),
-            n_vocab=vocabulary(file, "mamba2"),
-            n_ctx_train=count("context_length", 2**31),
-            eps=file.get_float("mamba2.attention.layer_norm_rms_epsilon", minimum=0.0, maximum=1.0),
-            dt_limits=(
-                file.get_float("mamba2.ssm.time_step_min", default=0.0, minimum=0.0),
-                file.get_float("mamba2.ssm.time_step_max", default=math.inf, minimum=0.0),
-            ),
-            norm_shape=_norm_shape(file, inner, groups),
+    inner, heads = count("inner_size"), count("time_step_rank")
+    groups = count("group_count", default=1)
+    if inner % heads or heads % groups:
+        raise ModelError(
+            f"{file.path}: {inner} columns in {heads} heads of {groups} groups; each number "
+            "must divide the one before"
         )
+    return SsdShape(
+        inner=inner,
+        n_heads=heads,
+        n_groups=groups,
+        state_dim=count("state_size"),
+        taps=count("conv_kernel", 1024),
+        dt_limits=(
+            file.get_float("mamba2.ssm.time_step_min", default=0.0, minimum=0.0),
+            file.get_float("mamba2.ssm.time_step_max", default=math.inf, minimum=0.0),
+        ),
+        norm_shape=_norm_shape(file, inner, groups),
+    )
 
 
 def _norm_shape(file: WeightFile, inner: int, groups: int) -> tuple[int, ...]:
@@ -88,106 +60,6 @@ def _norm_shape(file: WeightFile, inner: int, groups: int) -> tuple[int, ...]:
     norm = file.tensors.get("blk.0.ssm_norm.weight")
     known = (groups, inner // groups), (1, inner), (inner,)
     return norm.shape if norm is not None and norm.shape in known else known[0]
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One layer's weights."""
-
-    norm: Array
-    enter: Matrix
-    enter_bias: Array | None
-    recurrent: Recurrent
-    gated_norm: Array
-    out: Matrix
-    out_bias: Array | None
-
-
-class Mamba2Model:
-    """Mamba-2 on one device."""
-
-    def __init__(self, config: Config, load: Loader, ops: Ops) -> None:
-        self.ops = ops
-        self.config = c = config
-        self.n_layers = c.n_layers
-        self.n_vocab = c.n_vocab
-        self.n_ctx_train = c.n_ctx_train
-        self.embedding = load.matrix(c.width, ("token_embd.weight", c.n_vocab))
-        self.layers = [self._layer(f"blk.{i}.", load) for i in range(c.n_layers)]
-        self._recurrent = {i: layer.recurrent for i, layer in enumerate(self.layers)}
-        self.groups = (recurrent_group(GROUP, self._recurrent),)
-        self.final_norm = load.vector(("output_norm.weight", c.width))
-        self.output = self.embedding
-        if load.has("output.weight"):
-            self.output = load.matrix(c.width, ("output.weight", c.n_vocab))
-
-    def _layer(self, at: str, load: Loader) -> Layer:
-        c = self.config
-        columns = c.inner + c.channels + c.n_heads
-
-        def bias(name: str, size: int) -> Array | None:
-            return load.vector((f"{at}{name}", size)) if load.has(f"{at}{name}") else None
-
-        gated_norm = load.array(f"{at}ssm_norm.weight", c.norm_shape)
-        return Layer(
-            norm=load.vector((f"{at}attn_norm.weight", c.width)),
-            enter=load.matrix(c.width, (f"{at}ssm_in.weight", columns)),
-            enter_bias=bias("ssm_in.bias", columns),
-            recurrent=self._recurrence(at, load),
-            gated_norm=self.ops.vector(gated_norm.ravel()),
-            out=load.matrix(c.inner, (f"{at}ssm_out.weight", c.width)),
-            out_bias=bias("ssm_out.bias", c.width),
-        )
-
-    def _recurrence(self, at: str, load: Loader) -> Recurrent:
-        c = self.config
-        conv_bias = f"{at}ssm_conv1d.bias"
-        return self.ops.ssd(
-            c.n_heads, c.n_groups, c.inner // c.n_heads, c.state_dim,
-            load.array(f"{at}ssm_conv1d.weight", (c.channels, c.conv_width)),
-            load.array(conv_bias, (c.channels,)) if load.has(conv_bias) else None,
-            load.array(f"{at}ssm_a", (c.n_heads, 1)).ravel(),
-            load.array(f"{at}ssm_dt.bias", (c.n_heads,)),
-            load.array(f"{at}ssm_d", (c.n_heads, 1)).ravel(),
-            c.dt_limits,
-        )  # fmt: skip
-
-    @property
-    def kernels(self) -> dict[str, GroupKernels]:
-        """What the device can do with pages, by group."""
-        return {GROUP: recurrent_kernels(self.ops, self._recurrent)}
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes that all matrices hold."""
-        matrices = [m for x in self.layers for m in (x.enter, x.out)]
-        matrices += [self.embedding] + ([self.output] if self.output is not self.embedding else [])
-        return sum(m.nbytes for m in matrices)
-
-    def embed(self, batch: Batch) -> Array:
-        """The batch's tokens as rows of the model's width."""
-        return self.ops.embed(self.embedding, batch.tokens)
-
-    def run(self, x: Array, batch: Batch, start: int, stop: int) -> None:
-        """Layers start … stop-1, in place on x."""
-        ops, c = self.ops, self.config
-        memory = batch.groups[GROUP]
-        for layer, at in zip(self.layers[start:stop], memory.offsets[start:stop], strict=True):
-            mixed = ops.linear(x, layer.enter, layer.norm, c.eps, 0, layer.enter_bias)
-            gate = ops.columns(mixed, 0, c.inner)
-            inputs = ops.columns(mixed, c.inner, c.channels + c.n_heads)
-            heads = ops.recur(inputs, layer.recurrent, memory.pages, *at)
-            heads = ops.gated_norm(heads, gate, layer.gated_norm, c.eps, c.norm_shape[-1], True)
-            ops.linear(heads, layer.out, bias=layer.out_bias, into=x)
-
-    def logits(self, x: Array) -> Array:
-        """The output of rows that went through the layers."""
-        return self.ops.linear_fine(x, self.output, self.final_norm, self.config.eps)
-
-
-def build(file: WeightFile, load: Loader, ops: Ops, type_k: str, type_v: str) -> Mamba2Model:
-    """The model, its tensors taken through `load`; there are no keys and values to have a type."""
-    return Mamba2Model(Config.read(file), load, ops)
 
 
 _ROWS = Change(lambda x: x.reshape(-1, 1), lambda s: (*s, 1))
@@ -222,7 +94,7 @@ def from_hf(config: HFConfig) -> Naming:
     facts: dict[str, Value] = {
         "general.architecture": "mamba2",
         "mamba2.vocab_size": config.whole("vocab_size"),
-        "mamba2.block_count": hf.layers(config),
+        "mamba2.block_count": folder_names.layers(config),
         "mamba2.context_length": _CONTEXT,
         "mamba2.embedding_length": width,
         "mamba2.feed_forward_length": 0,
@@ -241,10 +113,10 @@ def from_hf(config: HFConfig) -> Naming:
     }
     if not tied:
         tensors["output.weight"] = one("lm_head.weight")
-    for i in range(hf.layers(config)):
+    for i in range(folder_names.layers(config)):
         for name, (stored, change) in _LAYER.items():
             tensors[f"blk.{i}.{name}"] = one(f"backbone.layers.{i}.{stored}", change)
-    return Naming(facts | _limits(config), tensors, ignored=hf.not_needed(tied))
+    return Naming(facts | _limits(config), tensors, ignored=folder_names.not_needed(tied))
 
 
 def _limits(config: HFConfig) -> dict[str, Value]:
@@ -255,7 +127,7 @@ def _limits(config: HFConfig) -> dict[str, Value]:
     found = config.values.get("time_step_limit") or [0.0, math.inf]
     infinite = (math.inf, "Infinity", {"__float__": "Infinity"})
     limits = [math.inf if x in infinite else x for x in found] if isinstance(found, list) else []
-    known = [type(x) is float or (type(x) is int and x < _MOST) for x in limits]
+    known = [type(x) is float or (type(x) is int and x < MOST) for x in limits]
     if known != [True, True] or not 0 <= limits[0] < limits[1]:
         config.refuse("time_step_limit", "must be two numbers from 0 on, the smaller one first")
     low, high = map(float, limits)

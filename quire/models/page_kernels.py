@@ -1,4 +1,4 @@
-"""What memory asks of a device about a model's pages, made of the device's operations."""
+"""What can be done with a model's pages, made of the operations of its device."""
 
 from __future__ import annotations
 
@@ -7,32 +7,28 @@ from typing import Any
 
 import numpy as np
 
-from quire.memory.build import GroupKernels
-from quire.memory.layout import AttentionLayout, Int32
-from quire.memory.state_layout import RecurrentSpec
+from quire.devices.device import GroupKernels
+from quire.memory.groups.layout import AttentionLayout, Int32
+from quire.memory.groups.state_layout import RecurrentSpec, StateLayout
 from quire.ops import Ops, Recurrent
-from quire.ops.recurrent import folding
-
-_FIRST = np.zeros(1, np.int32)
 
 
 def attention_kernels(ops: Ops, heads: Any, rope: Any) -> GroupKernels:
     """Rotating and moving tokens in the pages of layers with these heads and this rope."""
 
-    def rotate(page: int, layout: AttentionLayout, deltas: Int32) -> None:
+    def rotate(base: int, layout: AttentionLayout, pages: Int32, deltas: Int32) -> None:
         k_offsets = np.array([k for k, _ in layout.offsets])
-        ops.rotate_pages(
-            heads, rope, page, layout.page_bytes, layout.page_tokens, _FIRST, deltas[None],
-            k_offsets,
-        )  # fmt: skip
+        sizes = layout.page_bytes, layout.page_tokens
+        ops.rotate_pages(heads, rope, base, *sizes, pages, deltas, k_offsets)
 
     def move(
-        from_page: int, to_page: int, layout: AttentionLayout, from_slots: Int32, to_slots: Int32
-    ) -> None:
+        base: int, layout: AttentionLayout, from_pages: Int32, from_slots: Int32,
+        to_pages: Int32, to_slots: Int32,
+    ) -> None:  # fmt: skip
         k_offsets, v_offsets = np.array(layout.offsets).T.copy()
         ops.move_tokens(
-            heads, from_page, to_page, layout.page_bytes, layout.page_tokens, from_slots, to_slots,
-            k_offsets, v_offsets,
+            heads, base, layout.page_bytes, layout.page_tokens, from_pages, from_slots, to_pages,
+            to_slots, k_offsets, v_offsets,
         )  # fmt: skip
 
     return GroupKernels(rotate=rotate, move=move)
@@ -47,4 +43,15 @@ def recurrent_group(name: str, layers: Mapping[int, Recurrent]) -> RecurrentSpec
 
 def recurrent_kernels(ops: Ops, layers: Mapping[int, Recurrent]) -> GroupKernels:
     """Folding logs into states, in these layers by their numbers in the model."""
-    return GroupKernels(fold=folding(ops, layers))
+
+    def fold(
+        state_base: int, log_base: int, layout: StateLayout, state_in: Int32, log: Int32,
+        n_entries: Int32, state_out: Int32,
+    ) -> None:  # fmt: skip
+        ops.fold(
+            [layers[number] for number in layout.layers], layout.offsets,
+            state_base, layout.state_page_bytes, log_base, layout.log_page_bytes,
+            layout.log_stride, state_in, log, n_entries, state_out,
+        )  # fmt: skip
+
+    return GroupKernels(fold=fold)

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from quire.models import hf
-from quire.models.dense import DenseConfig, DenseModel
-from quire.models.loader import Loader
+from quire.models import folder_names
+from quire.models.decoder import Decoder
+from quire.models.layers import Attention, GatedNetwork
+from quire.models.loader import Kit
+from quire.models.sizes import DenseSizes
 from quire.models.windows import Windows
-from quire.ops import Ops
 from quire.weights.file import WeightFile
 from quire.weights.naming import HFConfig, Naming
 
 
-def build(file: WeightFile, load: Loader, ops: Ops, type_k: str, type_v: str) -> DenseModel:
-    """The model, its tensors taken through `load`."""
-    config = DenseConfig.read(file, "qwen2", neox=True)
-    windows = Windows.read(file, "qwen2", config.n_layers)
-    return DenseModel(config, windows, load, ops, type_k, type_v, qkv_bias=True)
+def build(file: WeightFile, kit: Kit) -> Decoder:
+    """The model, its tensors taken through the kit."""
+    c = DenseSizes.read(file, "qwen2")
+    windows = Windows.read(file, "qwen2", c.n_layers)
+    rope = kit.ops.rope(c.rope)
+
+    def attention(i: int) -> Attention:
+        return Attention(kit, c, i, rope, window=windows.of(i), bias=True)
+
+    layers = [(attention(i), GatedNetwork(kit, c, i)) for i in range(c.n_layers)]
+    return Decoder(kit, c, layers)
 
 
 def from_hf(config: HFConfig) -> Naming:
     """How a folder is seen as a GGUF file."""
-    tensors = hf.ATTENTION | hf.QKV_BIAS | hf.FEED_FORWARD
-    return hf.decoder(config, "qwen2", tensors, windows=hf.qwen_windows(config))
+    tensors = folder_names.ATTENTION | folder_names.QKV_BIAS | folder_names.FEED_FORWARD
+    return folder_names.decoder(config, "qwen2", tensors, windows=folder_names.qwen_windows(config))

@@ -12,20 +12,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.models import hf
+from quire.models import folder_names
+from quire.models.decoder import Decoder
 from quire.models.delta_folder import delta_shape, naming
-from quire.models.delta_hybrid import DeltaHybridModel, DeltaShape
-from quire.models.loader import Loader, Rows
-from quire.ops import Ops
+from quire.models.delta_hybrid import build_hybrid
+from quire.models.loader import Kit, Loader, Rows
+from quire.models.recurrent_layers import DeltaShape
 from quire.weights.file import WeightFile
 from quire.weights.naming import SQUEEZE_CONV, Change, HFConfig, Naming, one
 
 
-def build(
-    file: WeightFile, load: Loader, ops: Ops, type_k: str, type_v: str, arch: str = "qwen35"
-) -> DeltaHybridModel:
-    """The model, its tensors taken through `load`."""
-    return DeltaHybridModel(file, arch, load, ops, type_k, type_v, _inputs, tiled=True)
+def build(file: WeightFile, kit: Kit, arch: str = "qwen35") -> Decoder:
+    """The model, its tensors taken through the kit."""
+    return build_hybrid(file, arch, kit, _inputs, tiled=True)
 
 
 def _inputs(load: Loader, at: str, s: DeltaShape) -> tuple[list[Rows], list[Rows]]:
@@ -38,7 +37,7 @@ def _inputs(load: Loader, at: str, s: DeltaShape) -> tuple[list[Rows], list[Rows
 
 def from_hf(config: HFConfig, arch: str = "qwen35") -> Naming:
     """How a folder is seen as a GGUF file."""
-    s = delta_shape(hf.text_settings(config))
+    s = delta_shape(folder_names.text_settings(config))
     tiled = _tiled(s)
 
     def behind_keys(x: NDArray[Any]) -> NDArray[Any]:

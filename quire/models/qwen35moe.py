@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from quire.models import qwen35
-from quire.models.delta_hybrid import DeltaHybridModel
-from quire.models.loader import Loader
-from quire.ops import Ops
+from quire.models.decoder import Decoder
+from quire.models.loader import Kit
 from quire.weights.file import WeightFile
 from quire.weights.naming import HFConfig, Naming
 
 
-def build(file: WeightFile, load: Loader, ops: Ops, type_k: str, type_v: str) -> DeltaHybridModel:
-    """The model, its tensors taken through `load`."""
-    return qwen35.build(file, load, ops, type_k, type_v, "qwen35moe")
+def build(file: WeightFile, kit: Kit) -> Decoder:
+    """The model, its tensors taken through the kit."""
+    return qwen35.build(file, kit, "qwen35moe")
 
 
 def from_hf(config: HFConfig) -> Naming:

@@ -6,27 +6,30 @@ from dataclasses import replace
 
 import numpy as np
 
-from quire.models import hf
-from quire.models.dense import DenseConfig, DenseModel
-from quire.models.experts import ExpertNetwork, ExpertsConfig
-from quire.models.loader import Loader
+from quire.models import folder_names
+from quire.models.decoder import Decoder
+from quire.models.experts import Experts, Routing
+from quire.models.layers import Attention
+from quire.models.loader import Kit
+from quire.models.sizes import DenseSizes
 from quire.models.windows import Windows
-from quire.ops import Ops
 from quire.weights.file import WeightFile
 from quire.weights.gguf_format import Value
 from quire.weights.naming import HFConfig, Naming
 
 
-def build(file: WeightFile, load: Loader, ops: Ops, type_k: str, type_v: str) -> DenseModel:
-    """The model, its tensors taken through `load`."""
-    c = DenseConfig.read(file, "qwen3moe", neox=True, ffn="expert_feed_forward_length")
-    experts = ExpertsConfig.read(file, "qwen3moe")
-
-    def network(at: str) -> ExpertNetwork:
-        return ExpertNetwork(ops, experts, load, at, c.width, c.ffn_width, c.eps)
-
+def build(file: WeightFile, kit: Kit) -> Decoder:
+    """The model, its tensors taken through the kit."""
+    c = DenseSizes.read(file, "qwen3moe", ffn="expert_feed_forward_length")
     windows = Windows.read(file, "qwen3moe", c.n_layers)
-    return DenseModel(c, windows, load, ops, type_k, type_v, qk_norm=True, network=network)
+    routing = Routing.read(file, "qwen3moe")
+    rope = kit.ops.rope(c.rope)
+
+    def attention(i: int) -> Attention:
+        return Attention(kit, c, i, rope, window=windows.of(i), qk_norm=True)
+
+    layers = [(attention(i), Experts(kit, c, i, routing)) for i in range(c.n_layers)]
+    return Decoder(kit, c, layers)
 
 
 _ROUTER = {
@@ -42,17 +45,17 @@ def from_hf(config: HFConfig) -> Naming:
     """
     config.expect("mlp_only_layers", [], default=[])
     config.expect("decoder_sparse_step", 1, default=1)
-    count = hf.expert_count(config)
+    count = folder_names.expert_count(config)
     facts: dict[str, Value] = {
         "qwen3moe.expert_count": count,
         "qwen3moe.expert_used_count": config.whole("num_experts_per_tok"),
         "qwen3moe.expert_feed_forward_length": config.whole("moe_intermediate_size"),
         "qwen3moe.expert_weights_norm": config.flag("norm_topk_prob", default=False),
     }
-    stacks = hf.expert_stacks(config, count)
-    sliding = np.full(hf.layers(config), config.flag("use_sliding_window", default=False))
-    plain = hf.decoder(
-        config, "qwen3moe", hf.ATTENTION | hf.QK_NORM | _ROUTER,
-        windows=hf.windows_in(config, sliding),
+    stacks = folder_names.expert_stacks(config, count)
+    sliding = np.full(folder_names.layers(config), config.flag("use_sliding_window", default=False))
+    plain = folder_names.decoder(
+        config, "qwen3moe", folder_names.ATTENTION | folder_names.QK_NORM | _ROUTER,
+        windows=folder_names.windows_in(config, sliding),
     )  # fmt: skip
     return replace(plain, metadata=plain.metadata | facts, tensors=plain.tensors | stacks)

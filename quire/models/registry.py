@@ -1,4 +1,4 @@
-"""Which architectures there are, and how a file or a folder becomes a model."""
+"""Which architectures there are, and who builds the model of a file or a folder."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Final, Protocol
 
+from quire.devices.device import GroupKernels
 from quire.errors import ModelError
-from quire.memory.build import GroupKernels
-from quire.memory.layout import GroupSpec
-from quire.memory.state_layout import RecurrentSpec
-from quire.models.loader import Loader, ProgressFn, TensorCheck, TensorLoader
-from quire.ops import Array, Ops, Refused
+from quire.memory.groups.layout import GroupSpec
+from quire.memory.groups.state_layout import RecurrentSpec
+from quire.models.loader import Kit
+from quire.ops import Array, Refused
 from quire.ops.batch import Batch
 from quire.weights.file import WeightFile
 from quire.weights.gguf import GGUF
@@ -49,7 +49,10 @@ class Model(Protocol):
     n_vocab: int
     n_ctx_train: int
     groups: tuple[GroupSpec | RecurrentSpec, ...]
+    layer_bytes: tuple[int, ...]
+    """Bytes that the matrices of each layer hold."""
     weight_bytes: int
+    """Bytes that all matrices hold."""
     kernels: dict[str, GroupKernels]
     """What the device can do with pages, by group."""
 
@@ -66,8 +69,8 @@ class Model(Protocol):
 class Architecture(Protocol):
     """What a module of an architecture offers."""
 
-    def build(self, file: WeightFile, load: Loader, ops: Ops, type_k: str, type_v: str) -> Model:
-        """The model, its tensors taken through `load`."""
+    def build(self, file: WeightFile, kit: Kit) -> Model:
+        """The model, its tensors taken through the kit."""
 
     def from_hf(self, config: HFConfig) -> Naming:
         """How a folder with this config.json is seen as a GGUF file."""
@@ -96,37 +99,10 @@ def open_weights(path: str | os.PathLike[str]) -> WeightFile:
     return Folder.open(path, _naming)
 
 
-def load_model(
-    file: WeightFile, ops: Ops, type_k: str, type_v: str, progress: ProgressFn | None = None,
-    quantize: str | None = None,
-) -> Model:  # fmt: skip
-    """Builds twice: first to check every tensor, so that all faults are told at once."""
-    check, _ = _checked(file, ops)
-    check.refuse_idle(quantize)
-    load = TensorLoader(file, ops, check.nbytes, progress, quantize)
-    return _build(file, load, ops, type_k, type_v)
-
-
-def declared_groups(file: WeightFile, ops: Ops) -> tuple[GroupSpec | RecurrentSpec, ...]:
-    """The groups of memory that a file's model declares, without loading its weights."""
-    return _checked(file, ops)[1].groups
-
-
-def _checked(file: WeightFile, ops: Ops) -> tuple[TensorCheck, Model]:
-    """A model without its weights, every tensor of the file held against what it needs.
-
-    How K and V are stored makes no difference to that; float32 suits heads of every size.
-    """
-    check = TensorCheck(file)
-    model = _build(file, check, ops, "f32", "f32")
-    check.raise_faults()
-    check.refuse_rest()
-    return check, model
-
-
-def _build(file: WeightFile, load: Loader, ops: Ops, type_k: str, type_v: str) -> Model:
+def build_model(file: WeightFile, kit: Kit) -> Model:
+    """The model of a file, its tensors taken through the kit."""
     try:
-        return _module(architecture_of(file)).build(file, load, ops, type_k, type_v)
+        return _module(architecture_of(file)).build(file, kit)
     except Refused as error:  # sizes and values that the kernels cannot work with
         raise ModelError(f"{file.path}: {error}") from error
 

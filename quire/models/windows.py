@@ -1,4 +1,4 @@
-"""Which layers look through a sliding window, and what that makes of a model's memory."""
+"""Which layers look through a sliding window."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import ModelError
-from quire.memory.layout import GroupSpec
 from quire.weights.file import WeightFile
 from quire.weights.naming import HFConfig
 
@@ -42,25 +41,6 @@ class Windows:
             return cls(size, _flags(file, f"{arch}.{_PATTERN}", pattern, n_layers))
         period = file.get_int(f"{arch}.{_PATTERN}", default=period, minimum=0, maximum=MAX_WINDOW)
         return cls(size, all_but_every(period, n_layers))
-
-    def groups(self, n_kv_heads: int, head_dim: int) -> tuple[GroupSpec, ...]:
-        """The layers' memory: one group of each kind that there are layers of."""
-        kv = n_kv_heads, head_dim, head_dim
-        full, window = (tuple(np.flatnonzero(x).tolist()) for x in (~self.sliding, self.sliding))
-        groups = []
-        if full:
-            groups.append(GroupSpec(FULL, "attention", full, *kv))
-        if window:
-            groups.append(GroupSpec(WINDOW, "window", window, *kv, window=self.size))
-        return tuple(groups)
-
-    def group(self, layer: int) -> str:
-        """The group a layer belongs to."""
-        return WINDOW if self.sliding[layer] else FULL
-
-    def place(self, layer: int) -> int:
-        """A layer's number among those of its group."""
-        return int((self.sliding[:layer] == self.sliding[layer]).sum())
 
     def of(self, layer: int) -> int:
         """How many tokens a layer sees; 0 for all."""

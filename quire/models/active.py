@@ -22,7 +22,7 @@ _MOST_BLOCKS = 4096
 
 
 @dataclass(frozen=True)
-class Extent:
+class ActiveSize:
     """What every token goes through."""
 
     layers: int
@@ -30,7 +30,7 @@ class Extent:
     """Experts of a layer that a token uses; 0 where there are none."""
 
     @classmethod
-    def of(cls, file: WeightFile) -> Extent:
+    def of(cls, file: WeightFile) -> ActiveSize:
         """What a file says; layers that guess tokens ahead (nextn) do not count."""
         arch = file.get_str("general.architecture")
         blocks = file.get_int(f"{arch}.block_count", minimum=1, maximum=_MOST_BLOCKS)
@@ -45,13 +45,15 @@ def blocks_ahead(file: WeightFile) -> tuple[str, ...]:
     """How the names of tensors begin that belong to blocks which guess tokens ahead."""
     arch = file.get_str("general.architecture")
     blocks = file.get_int(f"{arch}.block_count", default=0, maximum=_MOST_BLOCKS)
-    return tuple(f"blk.{i}." for i in range(Extent.of(file).layers, blocks)) if blocks else ()
+    return tuple(f"blk.{i}." for i in range(ActiveSize.of(file).layers, blocks)) if blocks else ()
 
 
-def limited(file: WeightFile, n_layer_exit: int | None, moe_n_expert: int | None) -> WeightFile:
+def truncated(file: WeightFile, n_layer_exit: int | None, moe_n_expert: int | None) -> WeightFile:
     """The file as if it had only the first layers, or used fewer experts."""
+    if n_layer_exit is None and moe_n_expert is None:
+        return file
     arch = file.get_str("general.architecture")
-    has = Extent.of(file)
+    has = ActiveSize.of(file)
     changed: dict[str, Value] = {}
     if n_layer_exit is not None:
         _check("n_layer_exit", n_layer_exit, has.layers, f"{file.path} has {has.layers} layers")

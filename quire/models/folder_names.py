@@ -9,12 +9,12 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.models.sizes import MAX_LAYERS
 from quire.models.windows import MAX_WINDOW, Windows, layer_types
 from quire.weights.file import REQUIRED, Required
 from quire.weights.gguf_format import Value
 from quire.weights.naming import Change, HFConfig, Naming, Source, one, stack
 
-MAX_LAYERS = 4096
 MAX_EXPERTS = 65536  # of all layers: each gets names, before it is known whether it is there
 MAX_HEAD_DIM = 8192
 _WINDOW = 4096  # of Mistral and Qwen, where a folder does not mention it
