@@ -20,7 +20,7 @@ from typing import Any
 from _peers import Side, Worker, running, turns
 
 import quire
-from quire.llm import Speculate
+from quire.api.requests import Speculate
 from quire.speculate import EarlyExit, FirstOf, Ngram, drafting
 from quire.weights import pull
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from threading import Lock
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,11 +30,12 @@ class Vocabulary(Protocol):
 
 
 class Constrainer:
-    """Compiles constraints for one vocabulary; the vocabulary is prepared on first use."""
+    """Compiles constraints for one vocabulary, which is prepared on first use; in any thread."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
         self._tokenizer: Any = None
+        self._preparing = Lock()
 
     def compile(self, constraint: Constraint) -> Matcher:
         """A matcher at its start; a constraint that cannot be compiled is refused."""
@@ -41,20 +43,21 @@ class Constrainer:
 
         try:
             grammar = _grammar(constraint, LLMatcher)
-        except (ValueError, TypeError) as error:
-            raise RequestError(f"the constraint is not valid: {error}") from error
+        except (ValueError, TypeError, RecursionError) as error:
+            raise RequestError(f"the constraint is not valid: {error!s:.800}") from error
         matcher = LLMatcher(self._prepared(), grammar, log_level=0)
         if matcher.is_error():
-            raise RequestError(f"the constraint cannot be compiled: {matcher.get_error()}")
+            raise RequestError(f"the constraint cannot be compiled: {matcher.get_error():.800}")
         return Matcher(matcher, self.vocabulary.n_vocab)
 
     def _prepared(self) -> Any:
-        if self._tokenizer is None:
-            from llguidance import LLTokenizer, TokenizerWrapper
+        from llguidance import LLTokenizer, TokenizerWrapper
 
-            wrapper = TokenizerWrapper(_Adapter(self.vocabulary))
-            ends = sorted(self.vocabulary.eog_ids)
-            self._tokenizer = LLTokenizer(wrapper, n_vocab=self.vocabulary.n_vocab, eos_token=ends)
+        with self._preparing:
+            if self._tokenizer is None:
+                wrapper = TokenizerWrapper(_Adapter(self.vocabulary))
+                n_vocab, ends = self.vocabulary.n_vocab, sorted(self.vocabulary.eog_ids)
+                self._tokenizer = LLTokenizer(wrapper, n_vocab=n_vocab, eos_token=ends)
         return self._tokenizer
 
 
@@ -97,7 +100,7 @@ class Matcher:
 
     def _raise_error(self) -> None:
         if self._matcher.is_error():
-            raise RequestError(f"the constraint failed: {self._matcher.get_error()}")
+            raise RequestError(f"the constraint failed: {self._matcher.get_error():.800}")
 
 
 class _Adapter:

@@ -1,161 +1,233 @@
-"""The engine: `step()` is the whole story; the rest puts sequences in and takes them out."""
+"""The engine: `step()` is the whole story; the rest lets requests in."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from quire.engine.compute import ComputeBudget
-from quire.engine.constrain import Constrainer
-from quire.engine.places import Places
-from quire.engine.preempt import MakeRoom
+from quire.devices.budget import Budget
+from quire.engine.choose import choose, choose_first
+from quire.engine.constrain import Constrainer, Matcher
+from quire.engine.drafter import Source
+from quire.engine.drafting import Round
+from quire.engine.generation import Generation, StopRules, Transcript, make_sampler
+from quire.engine.judge import judge
+from quire.engine.odds import Odds
+from quire.engine.plan import Accepted, Plan
+from quire.engine.planner import Planner
 from quire.engine.prefix_cache import PrefixCache
-from quire.engine.runner import Runner
-from quire.engine.sampling import make_sampler
-from quire.engine.scheduler import Scheduler
-from quire.engine.sequence import Accepted, Ends, Generation, Sequence
-from quire.errors import BudgetError, ContextError, RequestError, TierError
-from quire.memory.budget import Budget
-from quire.memory.interface import Memory, SeqTokens
-from quire.memory.tiers import Tiers
-from quire.speculate.drafting import Drafting
-from quire.speculate.interface import Source
-from quire.speculate.odds import Odds
-from quire.speculate.verify import choose, verify
-from quire.types import Request, Speculation, StepOutput
+from quire.engine.request import Request
+from quire.engine.runner import Runner, for_callers
+from quire.engine.sequence import Sequence, check_whole
+from quire.engine.sequences import Sequences
+from quire.errors import QuireError, RequestError
+from quire.memory.groups.layout import Int32
+from quire.memory.lease import Lease
+from quire.memory.memory import Memory
+from quire.memory.tiers.tiers import Tiers
+from quire.ops import Array, Refused
+from quire.types import StepOutput
 
 
-class Engine:
-    """Sequences over one model and one memory."""
+class Launched(NamedTuple):
+    """A step whose layers have run; what follows each sequence is still to be chosen."""
+
+    plan: Plan
+    lease: Lease
+    logits: Array
+    drafts: Round | None
+    """With drafts, it is chosen first what memory keeps; without, memory has kept it all."""
+
+
+class Engine(Sequences):
+    """Requests over one model and one memory. One caller at a time: see `loop.py`."""
 
     def __init__(
         self, runner: Runner, memory: Memory, prefix: PrefixCache, tiers: Tiers, n_ctx: int,
         constrainer: Constrainer, end_ids: Iterable[int] = (), max_tokens: int = 512,
     ) -> None:  # fmt: skip
-        self.runner = runner
-        self.ops = runner.ops
-        self.memory = memory
-        self.prefix = prefix
-        self.n_ctx = n_ctx
+        super().__init__(runner, memory, prefix, tiers, n_ctx, max_tokens)
         self.constrainer = constrainer
-        self.tiers = tiers
-        self._sequences: dict[int, Sequence] = {}
-        self.compute = ComputeBudget(self.ops, prefix.budget)
-        self.room = MakeRoom(
-            memory, tiers, prefix, self._idle_sequences, lambda: runner.seconds_per_token,
-            lambda: self.drafting.give_way(), self.compute.trim,
-        )  # fmt: skip
-        self.places = Places(memory, prefix, self.room, self.hold)
         self.end_ids = frozenset(end_ids)
-        self.scheduler = Scheduler(max_tokens, self.room)
-        self.drafting = Drafting(memory, prefix.budget, self.room)
-        self.closed = False
+        self.planner = Planner(self.scheduler, memory, self.room, prefix, self._fail)
+        self._outputs: list[StepOutput] = []
 
     def step(self) -> list[StepOutput]:
         """Computes some tokens of everybody who has any to compute."""
-        self.prefix.release_waiting(self.scheduler.active)
-        plan = self.scheduler.plan(self.memory)
-        if not plan.entries:
-            return self.scheduler.advance([])
-        with self.drafting.round(plan) as drafts:
-            with self.memory.reserve(drafts.plan.tokens()) as lease:
-                logits = self.runner.forward(drafts.plan, lease)
-                accepted = verify(drafts.plan, lease.tokens, logits, self.ops)
-                drafts.tick()
-                lease.commit(drafts.kept(accepted))
-            drafts.settle(accepted)
-        outputs = self.scheduler.advance(accepted)
-        self.prefix.remember(accepted)
-        self.compute.pay(self.room.evict_one)
+        try:
+            self.finish(self.launch(self.scheduler.active))
+        except (QuireError, Refused):  # one of them is to blame: each has a step of its own
+            self._one_by_one()
+        outputs, self._outputs = self._outputs, []
         return outputs
 
-    def shut(self) -> None:
-        """Ends all sequences and gives everything back; once is enough."""
-        if self.closed:
-            return
-        for sequence in list(self._sequences.values()):
-            self.close(sequence)
-        self.closed = True
-        self.prefix.index.close()
-        self.memory.close()
-        self.tiers.close()
-        self.compute.close()
+    def launch(self, active: Seq[Sequence]) -> Launched | None:
+        """Plans, drafts, reserves and runs the layers; None where there is nothing to compute.
 
-    def check_open(self) -> None:
-        """Refuses to go on with a model that was closed."""
-        if self.closed:
-            raise RequestError("this model is closed; load it again")
-
-    def open(self, salt: str = "") -> Sequence:
-        """An empty sequence."""
-        self.check_open()
-        return self._opened(Sequence(self.memory.seq_new(), salt=salt))
-
-    def fork(self, sequence: Sequence) -> Sequence:
-        """A second sequence with the same past; they share every page."""
-        self.hold(sequence)
-        twin = self._opened(Sequence(self.memory.seq_new(), sequence.tokens, sequence.salt))
-        self.memory.seq_cp(sequence.id, twin.id, 0, -1)
-        twin.computed, twin.logits = sequence.computed, sequence.logits
-        twin.moved = sequence.moved
-        self.prefix.track(twin)
-        return twin
-
-    def close(self, sequence: Sequence) -> None:
-        """Ends a sequence, whatever it is doing, and gives its pages back."""
-        self.stop(sequence)
+        Without drafts it is known how many tokens are kept: memory keeps them at once.
+        """
+        plan = self.scheduler.plan(active, self.memory.fits)
+        if plan.unready or plan.back or not self.memory.fits(plan.counts):
+            plan = self.planner.plan(active)
+        if not plan.entries:
+            return None
+        drafts = lease = None
         try:
-            self.prefix.leave(sequence)
-        finally:
-            self.memory.seq_free(sequence.id)
-            del self._sequences[sequence.id]
+            if _has_drafter(plan):
+                drafts = Round(self.drafting, plan, self.room)
+                plan = drafts.draft()
+            lease = self.memory.reserve(plan.tokens())
+            logits = self.runner.forward(plan, lease)
+            if drafts is None:
+                lease.commit(dict(plan.counts))
+                for entry in plan.entries:
+                    entry.sequence.advance(entry.count)
+        except BaseException:
+            _undo(lease, drafts)
+            raise
+        return Launched(plan, lease, logits, drafts)
 
-    def hold(self, sequence: Sequence) -> None:
-        """Brings a sequence's pages back into memory if they are parked."""
-        while sequence.parked:
-            if self.memory.fits([(sequence.id, 1)]):
-                if not self.room.bring_back(sequence) and sequence.moved:
-                    raise TierError("the pages of a session could not be read back from disk")
-            elif not self.free_some(sequence):
-                if sequence.moved:
-                    raise BudgetError(
-                        f"a session of {len(sequence.tokens)} tokens has no room to come back to; "
-                        "close others, or raise memory_budget"
-                    )
-                self.room.give_up(sequence)
-
-    def free_some(self, needy: Sequence) -> bool:
-        """Makes some room for a sequence; False when nothing gives way to it any more."""
-        return (
-            self.room.evict_one()
-            or self.room.park_idle(but=needy)
-            or self.scheduler.take_from_others(needy)
-        )
-
-    def _opened(self, sequence: Sequence) -> Sequence:
-        self._sequences[sequence.id] = sequence
-        return sequence
-
-    def _idle_sequences(self) -> list[Sequence]:
-        active = self.scheduler.active
-        return [s for s in self._sequences.values() if s not in active and s.computed > 0]
-
-    def append(self, sequence: Sequence, tokens: Seq[int]) -> None:
-        """Adds tokens to be computed by the next steps."""
-        self._check_tokens(sequence, tokens)
-        if not tokens:
+    def finish(self, launched: Launched | None) -> None:
+        """Chooses what follows, keeps what is right of drafts, and moves the sequences on."""
+        if launched is None:
             return
-        first = not sequence.tokens
-        sequence.tokens.extend(tokens)
-        sequence.logits, sequence.error = None, None
-        if first:
-            self.prefix.enter(sequence, self.scheduler.active)
+        plan, lease, logits, drafts = launched
+        accepted: list[Accepted] = []
+        try:
+            if drafts is None:
+                choose(plan.entries, logits, self.ops, self.n_vocab, accepted)
+            else:
+                judge(plan, lease.tokens, logits, self.ops, self.n_vocab, accepted)
+                drafts.tick()
+                lease.commit(drafts.kept(accepted))
+        except BaseException:
+            self._recover(launched, accepted)
+            raise
+        if drafts is None:
+            self._gain(accepted)
         else:
-            self.prefix.track(sequence)
+            for one in accepted:
+                one.sequence.advance(one.kept)
+            try:
+                drafts.settle(accepted)
+            finally:
+                self._gain(accepted)
+        if self.ops.compute_bytes != self.compute.paid:
+            self.compute.pay(self.room)
+
+    def _gain(self, accepted: list[Accepted]) -> None:
+        """Takes what was chosen into the sequences; those that end leave."""
+        for one in accepted:
+            sequence, tokens = one.sequence, one.tokens
+            if one.logits is not None:
+                sequence.know_logits(one.logits)
+            if tokens:
+                sequence.gain(tokens)
+            if one.finish_reason or one.error or sequence.pending == 0:
+                self.stop(sequence)
+            if one.error:
+                sequence.fail()
+            if tokens or one.error:
+                output = StepOutput(
+                    sequence.id, tuple(tokens), tuple(one.logprobs), one.finish_reason, one.error
+                )
+                self._outputs.append(output)
+        self.prefix.remember(accepted)
+
+    def _recover(self, launched: Launched, accepted: list[Accepted]) -> None:
+        """A step broke off after its layers had run: what was chosen counts, nothing else does.
+
+        Memory and sequences are as they were before it, or one token is computed once more.
+        """
+        plan, lease, _, drafts = launched
+        _undo(lease, drafts)
+        for one in accepted:
+            one.kept, one.branch = 0, None
+        self._gain([one for one in accepted if one.tokens or one.error])
+        for entry in plan.entries:
+            if entry.sequence.active and entry.sequence.pending == 0:
+                self.history.want_logits(entry.sequence)
+
+    def _one_by_one(self) -> None:
+        """Steps each sequence alone; one that cannot go on fails, and the others do not."""
+        for sequence in list(self.scheduler.active):
+            try:
+                with for_callers():
+                    self.finish(self.launch([sequence] if sequence.active else []))
+            except QuireError as error:
+                self._fail(sequence, error)
+
+    def _fail(self, sequence: Sequence, error: QuireError) -> None:
+        """Ends what a sequence is doing; it keeps its tokens, and its pages where it must."""
+        self.stop(sequence)
+        if not sequence.edited:
+            self.room.lose(sequence)
+        sequence.fail()
+        self._outputs.append(StepOutput(sequence.id, (), error=error))
+
+    # -- requests -------------------------------------------------------------------------------
+
+    def start(
+        self, sequence: Sequence, request: Request, matcher: Matcher | None = None,
+        text: Transcript | None = None,
+    ) -> list[StepOutput]:  # fmt: skip
+        """Lets a sequence generate; returns its first token where the logits for it are known.
+
+        `matcher` is the request's constraint, compiled; stop strings are found in `text`.
+        """
+        self.check_open()
+        check_whole(sequence)
+        self.check_tokens(sequence.length, request.tokens)
+        self._check_bias(request)
+        n_tokens = sequence.length + len(request.tokens)
+        if not n_tokens:
+            raise RequestError("there is nothing to continue: the prompt has no tokens")
+        if n_tokens >= self.n_ctx:
+            raise self.too_long(n_tokens)
+        sampling = request.sampling
+        sampler = make_sampler(self.ops, sampling)
+        prompt = np.array(request.tokens, np.int32)
+        sampler.observe_prompt(np.concatenate([sequence.tokens.array(), prompt]))
+        rules = StopRules(self.end_ids, min(sampling.max_tokens, self.n_ctx - n_tokens), text)
+        drafter = request.speculate.start(self, sequence) if request.speculate else None
+        sequence.start(Generation(sampling, sampler, matcher, rules, drafter))
+        try:
+            self._take_prompt(sequence, request, prompt)
+            if sequence.pending == 0:
+                self._gain([choose_first(sequence, self.ops, self.n_vocab)])
+        except BaseException:
+            self.stop(sequence)
+            raise
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _take_prompt(self, sequence: Sequence, request: Request, prompt: Int32) -> None:
+        """Puts the prompt behind what is there, and finds what of it need not be computed."""
+        if not sequence.length:
+            sequence.use_salt(request.salt)
+            sequence.extend(prompt)
+            self.prefix.enter(sequence, self.scheduler.active)
+            self.activate(sequence)
+            return
+        if not request.tokens:
+            self.history.want_logits(sequence)  # a rewind may have dropped them
+        else:
+            sequence.extend(prompt)
         self.activate(sequence)
+        sequence.count_cached(sequence.computed)
+        self.prefix.track(sequence)
+
+    def _check_bias(self, request: Request) -> None:
+        for token in request.sampling.logit_bias:
+            if token >= self.n_vocab:
+                raise RequestError(
+                    f"logit_bias names token {token}; the vocabulary has {self.n_vocab} tokens"
+                )
+
+    # -- what drafters see ----------------------------------------------------------------------
 
     @property
     def budget(self) -> Budget:
@@ -171,106 +243,18 @@ class Engine:
         """Those who draft for its sequences, by what they were made from."""
         return self.drafting.sources
 
-    def start(
-        self, sequence: Sequence, request: Request, text_ends: Callable[[int], bool] | None = None
-    ) -> list[StepOutput]:
-        """Lets a sequence generate; returns its first token where the logits for it are known.
 
-        `text_ends` is told every token in turn, and says when a stop string is complete.
-        """
-        self.check_open()
-        matcher = self.constrainer.compile(request.constraint) if request.constraint else None
-        self._check_tokens(sequence, request.tokens)
-        self._check_bias(request)
-        if not sequence.tokens and not request.tokens:
-            raise RequestError("there is nothing to continue: the prompt has no tokens")
-        n_tokens = len(sequence.tokens) + len(request.tokens)
-        if n_tokens >= self.n_ctx:
-            raise self._too_long(n_tokens)
-        drafter = request.speculate.start(self, sequence) if request.speculate else None
-        sampler = make_sampler(self.ops, request.sampling)
-        sampler.observe_prompt(np.array([*sequence.tokens, *request.tokens], np.int32))
-        most = min(request.sampling.max_tokens, self.n_ctx - n_tokens)
-        ends = Ends(self.end_ids, most, text_ends)
-        sequence.generation = Generation(request, sampler, matcher, ends, drafter)
-        sequence.speculation = Speculation() if drafter else None
-        sequence.error = None
-        self._take_prompt(sequence, request)
-        self.activate(sequence)
-        if sequence.pending > 0 or sequence.logits is None:
-            return []
-        first = Accepted(sequence, 0)
-        choose(first, self.ops.array(sequence.logits), self.ops)
-        outputs = self.scheduler.advance([first])
-        self.prefix.remember([first])
-        return outputs
+def _has_drafter(plan: Plan) -> bool:
+    """Whether somebody drafts for any of those who run."""
+    for entry in plan.entries:
+        if entry.sequence.generation and entry.sequence.generation.drafter:
+            return True
+    return False
 
-    def _take_prompt(self, sequence: Sequence, request: Request) -> None:
-        """Puts the prompt behind what is there, and finds what of it need not be computed."""
-        if not sequence.tokens:
-            sequence.salt = request.salt
-            sequence.tokens.extend(request.tokens)
-            self.prefix.enter(sequence, self.scheduler.active)
-            return
-        if not request.tokens:
-            self.places.want_logits(sequence)  # a rewind may have dropped them
-        sequence.tokens.extend(request.tokens)
-        sequence.cached = sequence.computed
-        self.prefix.track(sequence)
 
-    def stop(self, sequence: Sequence) -> None:
-        """Ends what a sequence is doing; it keeps its tokens."""
-        if sequence in self.scheduler.active:
-            self.scheduler.remove(sequence)
-        sequence.end_generation()
-
-    def logits(self, tokens: Seq[int]) -> NDArray[np.float32]:
-        """Logits after every one of these tokens, in one pass from an empty memory."""
-        sequence = self.open()
-        try:
-            self._check_tokens(sequence, tokens)
-            out = np.empty((len(tokens), self.runner.model.n_vocab), np.float32)
-            for at in range(0, len(tokens), self.scheduler.max_tokens):
-                part = np.array(tokens[at : at + self.scheduler.max_tokens], np.int32)
-                while not self.memory.fits([(sequence.id, len(part))]):
-                    if not self.free_some(sequence):
-                        break  # what is missing, memory says best
-                with self.memory.reserve([SeqTokens(sequence.id, part)]) as lease:
-                    rows = np.arange(len(part), dtype=np.int32)
-                    logits = self.runner.forward_rows(lease, rows)
-                    out[at : at + len(part)] = self.ops.numpy(logits)
-                    lease.commit({sequence.id: len(part)})
-            return out
-        finally:
-            self.close(sequence)
-            self.compute.pay(self.room.evict_one)
-
-    def activate(self, sequence: Sequence) -> None:
-        """Lets the next steps compute what is pending of a sequence."""
-        self.check_open()
-        if sequence not in self.scheduler.active:
-            self.scheduler.add(sequence)
-
-    def _check_tokens(self, sequence: Sequence, tokens: Seq[int]) -> None:
-        n_vocab = self.runner.model.n_vocab
-        for token in tokens:
-            if not 0 <= token < n_vocab:
-                raise RequestError(f"token id {token} is outside the vocabulary of {n_vocab}")
-        if len(sequence.tokens) + len(tokens) > self.n_ctx:
-            raise self._too_long(len(sequence.tokens) + len(tokens))
-
-    def _check_bias(self, request: Request) -> None:
-        n_vocab = self.runner.model.n_vocab
-        for token in request.sampling.logit_bias:
-            if token >= n_vocab:
-                raise RequestError(
-                    f"logit_bias names token {token}; the vocabulary has {n_vocab} tokens"
-                )
-
-    def _too_long(self, tokens: int) -> ContextError:
-        trained = self.runner.model.n_ctx_train
-        return ContextError(
-            f"{tokens} tokens do not fit a context of {self.n_ctx} with room for an answer; "
-            f"shorten the prompt, or load with a larger n_ctx or more memory "
-            f"(the model was trained for {trained})"
-        )
+def _undo(lease: Lease | None, drafts: Round | None) -> None:
+    """Nothing of a step stays behind that was not kept."""
+    if lease is not None:
+        lease.abort()
+    if drafts is not None:
+        drafts.cancel()

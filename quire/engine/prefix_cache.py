@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from quire.engine.sequence import Accepted, Sequence
-from quire.memory.budget import Budget
-from quire.memory.prefix import PrefixIndex
+from quire.devices.budget import Budget
+from quire.engine.plan import Accepted
+from quire.engine.sequence import LOST, PARKED, Sequence
+from quire.memory.prefix.index import PrefixIndex
 
 
 class PrefixCache:
@@ -28,39 +29,40 @@ class PrefixCache:
 
         The last token is always computed, for its logits.
         """
-        busy = [o for o in others if o.salt == sequence.salt and o.pending > 1 and not o.moved]
+        busy = [o for o in others if o.salt == sequence.salt and o.pending > 1 and _can_share(o)]
         shared = [(_in_common(sequence, other), other) for other in busy]
         length, source = max(shared, key=lambda found: found[0], default=(0, sequence))
         if length >= self.index.page_tokens and length > source.computed:
-            sequence.waits_for = (source, length)
+            sequence.wait_for(source, length)
         else:
             self.adopt(sequence)
 
-    def release_waiting(self, active: list[Sequence]) -> None:
-        """Lets those go on whose first tokens are in memory now, or will never be."""
-        for sequence in active:
-            if sequence.waits_for:
-                source, length = sequence.waits_for
-                if source.computed >= length or source not in active:
-                    sequence.waits_for = None
-                    self.adopt(sequence)
+    def release(self, sequence: Sequence) -> None:
+        """Lets one go on whose first tokens are in memory now, or will never be."""
+        assert sequence.waits_for is not None
+        source, length = sequence.waits_for
+        if source.computed >= length or not source.active:
+            self.adopt(sequence)
+
+    def start_over(self, sequence: Sequence) -> None:
+        """Finds what a sequence that lost its pages need not compute again."""
+        cached = sequence.cached
+        self.adopt(sequence)
+        sequence.count_cached(cached)  # it tells what was there when the request came
 
     def remember(self, accepted: list[Accepted]) -> None:
         """Follows a step: running sequences grow, and the ends of prompts are kept."""
         for one in accepted:
-            sequence = one.sequence
-            if sequence.moved:
+            sequence, tokens = one.sequence, one.tokens
+            if not _can_share(sequence) or sequence.status is PARKED:
                 continue
-            if one.tokens:
-                self.index.extend(sequence.id, one.tokens)
-            if self._is_place(one):
+            if tokens and one.kept <= len(tokens) and sequence.computed != one.kept:
+                continue  # somewhere in the middle of an answer
+            if tokens or self._is_place(sequence):
                 self._insert(sequence)
 
-    def _is_place(self, one: Accepted) -> bool:
-        """Whether what a sequence holds now is worth keeping."""
-        sequence = one.sequence
-        if one.tokens:  # it is, at the end of a prompt
-            return one.kept > len(one.tokens) or sequence.computed == one.kept
+    def _is_place(self, sequence: Sequence) -> bool:
+        """Whether what a sequence holds now, of a prompt that is not at its end, is worth it."""
         if sequence.computed == sequence.branch_at:
             return True
         # Nothing in the middle of a prompt has to be kept where memory can be cut back to it.
@@ -72,21 +74,17 @@ class PrefixCache:
         self._insert(sequence, pin, ttl_s)
 
     def track(self, sequence: Sequence) -> None:
-        """The tokens of a sequence changed other than by a step."""
-        if sequence.moved or sequence.parked:
+        """A sequence has other tokens than before, or its pages came or went."""
+        if not _can_share(sequence) or sequence.status is PARKED:
             # Tokens that saw others which are gone, or pages in a tier: nobody can have them.
             self.index.untrack(sequence.id)
         else:
             self.index.track(sequence.id, sequence.tokens, sequence.salt)
 
-    def pause(self, sequence: Sequence) -> None:
-        """A sequence cannot be shared from until it is tracked again."""
-        self.index.untrack(sequence.id)
-
     def leave(self, sequence: Sequence) -> None:
         """A sequence ends: what it holds is kept for others."""
-        here = sequence.computed > 0 and not sequence.parked
-        if here and sequence.error is None and not sequence.moved:
+        here = sequence.computed > 0 and sequence.status not in (PARKED, LOST)
+        if here and not sequence.failed and _can_share(sequence):
             self._insert(sequence)
         self.index.untrack(sequence.id)
 
@@ -96,15 +94,16 @@ class PrefixCache:
 
     def adopt(self, sequence: Sequence) -> None:
         """Gives a sequence that holds nothing what is known of its tokens, but for the last."""
-        first = sequence.tokens[:-1]
-        sequence.computed = self.index.adopt(sequence.id, first, sequence.salt) if first else 0
-        sequence.cached = sequence.computed
-        known = self.index.known(first, sequence.salt) if sequence.computed < len(first) else 0
-        sequence.branch_at = known if known > sequence.computed else None
+        first = sequence.tokens.array(0, max(sequence.length - 1, 0))
+        n = len(first)
+        computed = self.index.adopt(sequence.id, first, sequence.salt) if n else 0
+        known = self.index.known(first, sequence.salt) if computed < n else 0
+        sequence.adopt(computed, known if known > computed else None)
+        sequence.count_cached(computed)
         self.track(sequence)
 
     def _insert(self, sequence: Sequence, pin: bool = False, ttl_s: float | None = None) -> None:
-        computed = sequence.tokens[: sequence.computed]
+        computed = sequence.tokens.array(0, sequence.computed)
         self.index.insert(sequence.id, computed, sequence.salt, pin, ttl_s)
         while self.index.held_bytes > self._most_bytes and self.index.evict_one():
             pass
@@ -116,9 +115,11 @@ class PrefixCache:
         return (self.budget.limit - fixed) // 2
 
 
+def _can_share(sequence: Sequence) -> bool:
+    """Whether its pages are what computing its tokens here would make."""
+    return sequence.shared and not sequence.edited
+
+
 def _in_common(a: Sequence, b: Sequence) -> int:
     """How many first tokens two sequences share, less the last one of the first."""
-    most = min(len(a.tokens) - 1, len(b.tokens))
-    if a.tokens[:most] == b.tokens[:most]:
-        return most
-    return next(i for i in range(most) if a.tokens[i] != b.tokens[i])
+    return min(a.tokens.common(b.tokens.array()), a.length - 1)

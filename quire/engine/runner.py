@@ -2,37 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
-from quire.engine.scheduler import Plan
-from quire.engine.walk import Line, Walked, walk
-from quire.memory.interface import Lease, MicroBatch, PageView
-from quire.memory.state_layout import StateView
+from quire.devices.device import Device
+from quire.engine.draft_in_step import DraftedInStep, Line, draft_in_step
+from quire.engine.plan import Plan
+from quire.errors import RequestError
+from quire.memory.batch import MicroBatch
+from quire.memory.lease import Lease
 from quire.models.registry import Model
-from quire.ops import Array, Ops, Pages, States
-from quire.ops.batch import Batch, GroupPages
+from quire.ops import Array, Ops, Refused
+from quire.ops.batch import Batch
 
 _PROMPT = 32  # tokens of a step that tell how fast prompts are
+
+
+@contextmanager
+def for_callers() -> Iterator[None]:
+    """What a device refuses becomes an error that callers know."""
+    try:
+        yield
+    except Refused as error:
+        raise RequestError(f"the device refused it: {error}") from error
 
 
 class Runner:
     """A model on one device."""
 
-    def __init__(self, model: Model, ops: Ops) -> None:
+    def __init__(self, model: Model, device: Device) -> None:
         self.model = model
-        self.ops = ops
+        self.device = device
+        self.ops: Ops = device.ops
         self.seconds_per_token = 0.0  # of a prompt; 0 before one was computed
         self.tokens_run = 0  # through the layers, so far
-        self.walked: Walked | None = None  # how drafts within the last such step went
+        self.drafted: DraftedInStep | None = None  # how drafts within the last such step went
 
     def forward(self, plan: Plan, lease: Lease) -> Array:
         """Logits of the rows that the plan wants."""
         start = perf_counter()
         x = self._with_exit(plan, lease) if plan.exit_after else self.run(lease.ubatch)
         logits = self.model.logits(self.ops.take_rows(x, plan.wanted_rows()))
-        if len(lease.tokens) >= _PROMPT:
-            now = (perf_counter() - start) / len(lease.tokens)
+        n_tokens = len(lease.ubatch.tokens)
+        if n_tokens >= _PROMPT:
+            now = (perf_counter() - start) / n_tokens
             self.seconds_per_token = (self.seconds_per_token or now) * 0.7 + now * 0.3
         return logits
 
@@ -55,20 +70,18 @@ class Runner:
             for row, entry in enumerate(plan.entries)
             if entry.exits and entry.sequence.generation
         ]
-        self.walked = walk(self, lease.ubatch, lines, plan.exit_after)
-        x = self.ops.array(self.walked.hidden)
+        self.drafted = draft_in_step(self, lease.ubatch, lines, plan.exit_after)
+        x = self.ops.array(self.drafted.hidden)
         self.model.run(x, self._batch(lease.ubatch), plan.exit_after, self.model.n_layers)
         return x
 
     def _batch(self, ubatch: MicroBatch) -> Batch:
-        groups = {
-            name: GroupPages(self._handle(view, ubatch), view.offsets)
-            for name, view in ubatch.views.items()
-        }
+        """What a model sees, once what its pages need is done."""
+        device = self.device
+        if ubatch.work:
+            device.run(ubatch.work)
+            ubatch.work.clear()
+        groups = {}
+        for name, view in ubatch.views.items():
+            groups[name] = device.group(name, view, ubatch.positions, ubatch.seq_rows)
         return Batch(ubatch.tokens, ubatch.positions, groups)
-
-    def _handle(self, view: PageView | StateView, ubatch: MicroBatch) -> Pages | States:
-        """A group's memory as this device's kernels take it."""
-        if view.layout.spec.kind == "recurrent":
-            return self.ops.states(view, ubatch.seq_rows)
-        return self.ops.pages(view, ubatch.positions, ubatch.seq_rows)

@@ -2,128 +2,19 @@
 
 Sequences that generate come first, one token each, so that nobody who is reading waits for
 somebody else's prompt; what is left of the step goes to prompts, in order of arrival, in chunks.
-When memory is short, cached prefixes go first; then sequences that rest make room, and prompts
-wait; when even the generating ones do not fit, the one that came last gives way and comes back
-when there is room for it to go on for a while.
+A plan that does not fit memory, when nobody who rests can make room for it, becomes less: prompts
+wait; when even the generating ones do not fit, the one that came last gives way (is preempted) and
+comes back when there is room for it to go on for a while. Nothing here changes anything.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
-from quire.engine.sequence import Accepted, Sequence
-from quire.errors import BudgetError, QuireError, TierError
-from quire.memory.interface import SeqTokens
-from quire.types import StepOutput
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One sequence's part of a step: its next `count` tokens; `ends` when they are its last.
-
-    A draft comes behind them. With `exits` the model's first layers make it within the step, and
-    the tokens here only hold its places.
-    """
-
-    sequence: Sequence
-    count: int
-    draft: tuple[int, ...] = ()
-    exits: bool = False
-
-    @property
-    def ends(self) -> bool:
-        """Whether this part reaches the sequence's last token, whose logits are wanted."""
-        return self.count == self.sequence.pending
-
-
-@dataclass(frozen=True)
-class Branch:
-    """Tokens that are tried in a fork of a sequence; `guess` when they are no draft of it."""
-
-    owner: Sequence
-    seq: int
-    tokens: tuple[int, ...]
-    guess: bool
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Who runs in this step; rows are in order of entries, then branches."""
-
-    entries: tuple[Entry, ...]
-    branches: tuple[Branch, ...] = ()
-    exit_after: int = 0
-    """Layers after which drafts are made within the step, for entries that want that."""
-
-    def tokens(self) -> list[SeqTokens]:
-        """What memory must find room for."""
-        parts = [
-            SeqTokens(
-                s.id, np.array([*s.tokens[s.computed : s.computed + e.count], *e.draft], np.int32)
-            )
-            for e in self.entries
-            for s in (e.sequence,)
-        ]
-        return parts + [SeqTokens(b.seq, np.array(b.tokens, np.int32)) for b in self.branches]
-
-    def counts(self) -> list[tuple[int, int]]:
-        """Sequences and their numbers of new tokens, as memory is asked about them."""
-        whole = [(e.sequence.id, e.count + len(e.draft)) for e in self.entries]
-        return whole + [(b.seq, len(b.tokens)) for b in self.branches]
-
-    @property
-    def n_tokens(self) -> int:
-        """Tokens to compute."""
-        return sum(count for _, count in self.counts())
-
-    def wanted_rows(self) -> NDArray[np.int32]:
-        """Rows whose logits are wanted: each entry's last real token, drafts and branches."""
-        rows: list[int] = []
-        at = 0
-        for entry in self.entries:
-            at += entry.count
-            if entry.ends:
-                rows += range(at - 1, at + len(entry.draft))
-            at += len(entry.draft)
-        for branch in self.branches:
-            at += len(branch.tokens)
-            rows += [at - 1] if branch.guess else range(at - len(branch.tokens), at)
-        return np.array(rows, np.int32)
-
-
-class Fitting(Protocol):
-    """What the scheduler asks of memory."""
-
-    def fits(self, counts: Seq[tuple[int, int]]) -> bool:
-        """Whether so many more tokens fit in each of these sequences, all together."""
-
-
-class Room(Protocol):
-    """What it asks of whoever makes room."""
-
-    def evict_one(self) -> bool:
-        """Drops something cached; False when nothing is."""
-
-    def park_idle(self) -> bool:
-        """Takes the pages of a sequence that has nothing to compute; False when there is none."""
-
-    def preempt(self, sequence: Sequence) -> bool:
-        """Takes a sequence's pages; False when it has to keep them."""
-
-    def bring_back(self, sequence: Sequence) -> bool:
-        """Puts a parked sequence's pages back; False when it has to start over."""
-
-    def give_up(self, sequence: Sequence) -> None:
-        """Frees everything a sequence holds: it is computed again."""
-
-    def start_over(self, sequence: Sequence) -> None:
-        """Finds what a sequence that was given up need not compute again."""
-
+from quire.engine.plan import Counts, Entry, Plan, planned
+from quire.engine.sequence import PARKED, RUNNING, WAITING, Sequence
+from quire.errors import BudgetError
 
 _SLACK = 64
 """Tokens for which everybody must have room before one that gave way comes back."""
@@ -132,124 +23,107 @@ _SLACK = 64
 class Scheduler:
     """Keeps the sequences that have something to compute, in order of arrival."""
 
-    def __init__(self, max_tokens: int, room: Room) -> None:
+    def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
-        self._room = room
-        self._failed: list[Sequence] = []
         self.active: list[Sequence] = []
 
     def add(self, sequence: Sequence) -> None:
         """Takes a sequence in."""
-        self.active.append(sequence)
+        if not sequence.active:
+            self.active.append(sequence)
+            sequence.begin()
 
     def remove(self, sequence: Sequence) -> None:
         """Lets a sequence go."""
-        self.active.remove(sequence)
+        if sequence.active:
+            self.active.remove(sequence)
+            sequence.rest()
 
-    def plan(self, memory: Fitting) -> Plan:
-        """The next step; whoever does not fit waits, gives way or, alone and too large, fails."""
-        entries = self._wanted(memory)
-        while entries and not memory.fits(_counts(entries)):
-            last = entries[-1]
-            if self._room.evict_one() or self._room.park_idle():
-                continue
-            if len(entries) > 1:
-                entries.pop()
-                if last.sequence.generating:
-                    self._preempt(last.sequence)
-            elif not self.take_from_others(last.sequence):
-                entries = self._smaller(last, memory)
-        return Plan(tuple(e for e in entries if self._is_here(e.sequence)))
-
-    def _wanted(self, memory: Fitting) -> list[Entry]:
+    def plan(self, active: Seq[Sequence], fits: Callable[[Counts], bool]) -> Plan:
+        """The next step of these, if there is room for all of them."""
+        going: list[Sequence] = []
+        prompts: list[Sequence] = []
+        returning: list[Sequence] = []
+        unready = False
+        for sequence in active:
+            unready = unready or sequence.status is not RUNNING
+            if sequence.preempted:
+                returning.append(sequence)
+            elif sequence.pending == 1 and sequence.computed:
+                going.append(sequence)
+            else:
+                prompts.append(sequence)
         entries: list[Entry] = []
-        room = self.max_tokens
-        # The sort is stable, so within each kind the order is that of arrival.
-        for sequence in sorted(self.active, key=lambda s: (s.preempted, not s.generating)):
-            if sequence.given_up:
-                self._room.start_over(sequence)
-            count = min(sequence.pending, sequence.until_branch, room)
-            if count <= 0 or sequence.waiting:
-                continue
-            entry = Entry(sequence, count)
-            back = [*entries, entry] if sequence.preempted and entries else []
-            if memory.fits(_counts(back, _SLACK)):
+        counts: Counts = []
+        back: list[Sequence] = []
+        if not (unready or prompts) and len(going) <= self.max_tokens:
+            for sequence in going:
+                entries.append(Entry(sequence, 1, True))
+                counts.append((sequence.id, 1))
+            going = []
+        room = self.max_tokens - len(entries)
+        for sequence in going + prompts:
+            if room <= 0:
+                break
+            if entry := _entry(sequence, room):
                 entries.append(entry)
-                room -= count
-        return entries
+                counts.append((sequence.id, entry.count))
+                room -= entry.count
+                if sequence.status is PARKED:
+                    back.append(sequence)
+        if returning:
+            self._bring_back(returning, entries, counts, back, fits)
+        return Plan(entries, counts, back=back, unready=unready)
 
-    def _is_here(self, sequence: Sequence) -> bool:
-        """Whether a sequence can run in this step; its pages are brought back if need be."""
-        sequence.preempted = False
-        if not sequence.parked or self._room.bring_back(sequence):
-            return True
-        if sequence.moved:
-            self._fail(sequence, TierError("the pages of a sequence could not be read back"))
-        return False
+    def _bring_back(
+        self, returning: list[Sequence], entries: list[Entry], counts: Counts,
+        back: list[Sequence], fits: Callable[[Counts], bool],
+    ) -> None:  # fmt: skip
+        """Adds those that gave way and have room to go on for a while, or nobody to wait for."""
+        returning.sort(key=lambda s: s.pending != 1 or not s.computed)  # stable, as by arrival
+        room = self.max_tokens - sum(entry.count for entry in entries)
+        for sequence in returning:
+            entry = _entry(sequence, room) if room > 0 else None
+            if entry is None:
+                continue
+            wanted = [*counts, (sequence.id, entry.count)]
+            if not entries or fits([(seq, n + _SLACK) for seq, n in wanted]):
+                entries.append(entry)
+                counts.append(wanted[-1])
+                back.append(sequence)
+                room -= entry.count
 
-    def _smaller(self, entry: Entry, memory: Fitting) -> list[Entry]:
-        """What to try when one sequence does not fit and nobody else can make room for it."""
-        if entry.sequence.parked:  # what it takes to bring it back is known only as a bound
-            self._room.give_up(entry.sequence)
-        elif entry.count > 1:
-            return [Entry(entry.sequence, entry.count // 2)]
-        else:
-            n = len(entry.sequence.tokens)
-            error = BudgetError(
-                f"a sequence of {n} tokens does not fit memory, beside what marks, pinned prefixes "
-                "and other sessions hold; raise memory_budget or kv_cache_tokens, or close some"
-            )
-            self._fail(entry.sequence, error)
-        return self._wanted(memory)
-
-    def take_from_others(self, needy: Sequence) -> bool:
-        """Lets the latest other sequence that holds pages give way; False when there is none."""
-        others = [o for o in reversed(self.active) if o is not needy and o.computed > 0]
-        if any(self._preempt(other) for other in others if not other.parked):
-            return True
-        for other in others:  # parked ones may still hold pages together
-            if other.parked and not other.moved:
-                self._room.give_up(other)
-                return True
-        return False
-
-    def _preempt(self, sequence: Sequence) -> bool:
-        done = self._room.preempt(sequence)
-        sequence.preempted |= done
-        return done
-
-    def _fail(self, sequence: Sequence, error: QuireError) -> None:
-        self._room.give_up(sequence)
-        sequence.error = error
-        self.remove(sequence)
-        self._failed.append(sequence)
-
-    def advance(self, accepted: list[Accepted]) -> list[StepOutput]:
-        """Takes a step's result into the sequences; says what each of them gained."""
-        outputs = []
-        for one in accepted:
-            sequence = one.sequence
-            sequence.computed += one.kept
-            sequence.logits = one.logits
-            if one.tokens:
-                outputs.append(self._gain(one))
-            elif sequence.pending == 0:
-                self.remove(sequence)
-            if sequence.error:
-                self._failed.append(sequence)
-        failed, self._failed = self._failed, []
-        return outputs + [StepOutput(s.id, (), error=s.error) for s in failed]
-
-    def _gain(self, one: Accepted) -> StepOutput:
-        """More tokens of a generating sequence, of which the last may be its last."""
-        sequence = one.sequence
-        sequence.tokens.extend(one.tokens)
-        if one.finish_reason or sequence.error:
-            self.remove(sequence)
-            sequence.end_generation()
-        return StepOutput(sequence.id, tuple(one.tokens), tuple(one.logprobs), one.finish_reason)
+    def less(self, plan: Plan) -> Plan:
+        """What to try when a plan does not fit, and nobody can make room for it."""
+        *others, last = plan.entries
+        sequence = last.sequence
+        if others:
+            generating = sequence.pending == 1 and sequence.computed > 0
+            return Plan(
+                others, plan.counts[:-1], back=[s for s in plan.back if s is not sequence],
+                preempted=[sequence] if generating else [],
+            )  # fmt: skip
+        if sequence.status is PARKED and not sequence.edited:
+            # What it takes to bring it back is known only as a bound.
+            return Plan([], [], lost=[sequence])
+        if last.count > 1:
+            half = planned([Entry(sequence, last.count // 2, ends=False)])
+            return Plan(half.entries, half.counts, back=plan.back)
+        error = BudgetError(
+            f"a sequence of {sequence.length} tokens does not fit memory, beside what marks, "
+            "pinned prefixes and other sessions hold; raise memory_budget or kv_cache_tokens, or "
+            "close some"
+        )
+        return Plan([], [], failed=[(sequence, error)])
 
 
-def _counts(entries: Seq[Entry], slack: int = 0) -> list[tuple[int, int]]:
-    """Sequences and their numbers of new tokens, as memory is asked about them."""
-    return [(entry.sequence.id, entry.count + slack) for entry in entries]
+def _entry(sequence: Sequence, room: int) -> Entry | None:
+    """What a sequence computes next, within the room that the step has left."""
+    pending = sequence.pending
+    if pending <= 0 or sequence.status is WAITING:
+        return None
+    at = sequence.branch_at
+    count = min(pending, room)
+    if at is not None and sequence.computed < at:
+        count = min(count, at - sequence.computed)  # it may lie behind a cut
+    return Entry(sequence, count, count == pending)

@@ -1,110 +1,230 @@
-"""A sequence: its tokens, how many of them memory holds, and what it is generating."""
+"""A sequence: its tokens, how many of them memory holds, and what it is doing.
+
+Only the methods here change one, so that whoever reads finds every way it can change. A test
+holds all other files to that.
+"""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.engine.constrain import Matcher
-from quire.errors import QuireError
-from quire.types import FinishReason, Request, Speculation, TokenLogprob
+from quire.errors import RequestError
+from quire.memory.checkpoint import Checkpoint
+from quire.memory.groups.layout import Int32
+from quire.memory.tokens import Tokens
+from quire.types import Speculation
 
 if TYPE_CHECKING:
-    from quire.speculate.interface import Drafter
-
-_MASK = 2**64 - 1
+    from quire.engine.generation import Generation
 
 
-@dataclass(frozen=True)
-class Ends:
-    """What ends a generation, besides its constraint."""
+class SequenceStatus(Enum):
+    """Where a sequence stands."""
 
-    ids: frozenset[int]
-    """Tokens that end it."""
-    most: int
-    """Tokens that it may have."""
-    text: Callable[[int], bool] | None = None
-    """Told every token in turn; says when a stop string is complete."""
+    RESTING = "resting"
+    """Its pages are here, and it has nothing to do."""
+    WAITING = "waiting"
+    """Another sequence is computing tokens that this one will share."""
+    RUNNING = "running"
+    """Its pages are here, and the next steps compute what is pending."""
+    PARKED = "parked"
+    """Its pages lie in a tier."""
+    LOST = "lost"
+    """It gave its pages up: its tokens have to be computed again."""
 
 
-class Generation:
-    """One request at work on a sequence: its sampler, its constraint, what it made so far."""
+RESTING, WAITING, RUNNING = SequenceStatus.RESTING, SequenceStatus.WAITING, SequenceStatus.RUNNING
+PARKED, LOST = SequenceStatus.PARKED, SequenceStatus.LOST
 
-    def __init__(
-        self, request: Request, sampler: Any, matcher: Matcher | None, ends: Ends,
-        drafter: Drafter | None = None,
-    ) -> None:  # fmt: skip
-        self.sampling = request.sampling
-        self.sampler = sampler
-        self.matcher = matcher
-        self.ends = ends
-        self.drafter = drafter
-        self.token_ids: list[int] = []
-        seed = request.sampling.seed
-        self._seed = int.from_bytes(os.urandom(8)) if seed is None else seed
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """What a sequence is, apart from its pages: what forks, marks and session files keep of it."""
+
+    tokens: Tokens
+    computed: int
+    """How many of them memory holds."""
+    logits: NDArray[np.float32] | None
+    """Those after the last token, where they are known."""
+    edited: bool
+    """Whether tokens were taken out of the middle: computing the rest again would change it."""
+    salt: str
+    shared: bool = True
+    """Whether others may begin with its pages: what came from a file is nobody else's."""
+    exact: bool = True
+    """Whether all of it was computed with this arithmetic: else other bits may follow."""
+
+
+@dataclass(frozen=True, eq=False)
+class Mark:
+    """A place in a session to come back to."""
+
+    name: str
+    """What the session calls it."""
+    record: Record
+    checkpoint: str
+    """What memory calls it, where names are of all sessions."""
+    memory: object
+    """Who holds it."""
+    held: Checkpoint
+    """What memory holds under that name: names come again, in files of sessions."""
 
     @property
-    def left(self) -> int:
-        """Tokens that may still come."""
-        return self.ends.most - len(self.token_ids)
-
-    @property
-    def looks_back(self) -> bool:
-        """Whether a token's chances depend on the output before it, beyond the model's logits."""
-        s = self.sampling
-        penalties = (s.repetition_penalty != 1, s.presence_penalty != 0, s.frequency_penalty != 0)
-        return self.matcher is not None or any(penalties)
-
-    def take(self, token: int) -> FinishReason | None:
-        """One more token; says whether it is the last one, and why."""
-        self.token_ids.append(token)
-        self.sampler.observe(np.array([token], np.int32))
-        if self.matcher and token not in self.ends.ids:
-            self.matcher.consume(token)
-            if self.matcher.finished:
-                return "stop"
-        if token in self.ends.ids and not self.sampling.ignore_eos:
-            return "stop"
-        if self.ends.text and self.ends.text(token):
-            return "stop"
-        return "length" if self.left <= 0 else None
-
-    def uniform(self, ahead: int = 0) -> float:
-        """The random number of a token to come: it depends on seed and place, on nothing else."""
-        x = (self._seed + (len(self.token_ids) + ahead + 1) * 0x9E3779B97F4A7C15) & _MASK
-        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-        return ((x ^ (x >> 31)) >> 11) * 2.0**-53
+    def tokens(self) -> tuple[int, ...]:
+        """All tokens up to here."""
+        return tuple(self.record.tokens)
 
 
 class Sequence:
-    """Tokens [0, computed) are in memory, [computed, len(tokens)) wait to be computed.
+    """Tokens [0, computed) are in memory, the `pending` ones behind them are not yet."""
 
-    `logits` are those after the last token, kept where the last step ended on it.
-    """
-
-    def __init__(self, id: int, tokens: Seq[int] = (), salt: str = "") -> None:
+    def __init__(self, id: int, tokens: Seq[int] | Int32 = (), salt: str = "") -> None:
         self.id = id
-        self.tokens: list[int] = list(tokens)
+        self.tokens = Tokens(tokens)
+        self.length = self.pending = len(tokens)
         self.computed = 0
         self.logits: NDArray[np.float32] | None = None
+        self.edited = False
         self.salt = salt
-        self.moved = False  # whether tokens were taken out of its middle
-        self.parked = False  # whether its pages lie in a tier
+        self.shared = True
+        self.exact = True
+        self.status = RESTING
+        self.active = False  # whether the scheduler has it
         self.preempted = False  # whether it gave way and has not run since
-        self.given_up = False  # whether it has to be computed again
         self.cached = 0  # tokens of the current request that were in memory when it came
         self.branch_at: int | None = None  # where its prompt leaves one that is known already
         self.waits_for: tuple[Sequence, int] | None = None  # who computes our first tokens too
         self.generation: Generation | None = None
         self.speculation: Speculation | None = None  # of the current or last request
-        self.error: QuireError | None = None
+        self.failed = False  # whether its current or last request could not go on
+
+    # -- tokens ---------------------------------------------------------------------------------
+
+    def extend(self, tokens: Seq[int] | Int32) -> None:
+        """More tokens to compute."""
+        self.tokens.extend(tokens)
+        self.logits = None
+        self._count()
+
+    def advance(self, count: int) -> None:
+        """So many more of its tokens are in memory."""
+        self.computed += count
+        self.pending -= count
+        self.logits = None
+
+    def gain(self, tokens: list[int]) -> None:
+        """Tokens that were chosen, to be computed by the steps to come."""
+        if len(tokens) == 1:
+            self.tokens.append(tokens[0])
+        else:
+            self.tokens.extend(tokens)
+        self.length += len(tokens)
+        self.pending += len(tokens)
+
+    def know_logits(self, logits: NDArray[np.float32]) -> None:
+        """The logits after its last token, which was computed just now."""
+        self.logits = logits
+
+    def truncate(self, length: int) -> None:
+        """Drops the tokens from a position on; memory has done so."""
+        self.tokens.truncate(length)
+        if self.computed > length:
+            self.computed, self.logits = length, None
+        self._count()
+
+    def cut_out(self, start: int, stop: int) -> None:
+        """Takes computed tokens out of the middle; memory has done so."""
+        self.tokens.remove(start, stop)
+        self.computed -= stop - start
+        self.logits = None
+        self.edited |= start < self.computed
+        self._count()
+
+    def _count(self) -> None:
+        self.length = len(self.tokens)
+        self.pending = self.length - self.computed
+
+    def record(self) -> Record:
+        """What it is now; the two go their own ways from here."""
+        return Record(
+            self.tokens.fork(), self.computed, self.logits, self.edited, self.salt, self.shared,
+            self.exact,
+        )  # fmt: skip
+
+    def become(self, record: Record) -> None:
+        """Makes it what a record says; memory has done so."""
+        self.tokens = record.tokens.fork()
+        self.computed, self.logits = record.computed, record.logits
+        self.edited, self.salt = record.edited, record.salt
+        self.shared, self.exact = record.shared, record.exact
+        self._count()
+        self._at_home()
+
+    # -- pages ----------------------------------------------------------------------------------
+
+    def park(self) -> None:
+        """Its pages went to a tier."""
+        self.status = PARKED
+
+    def unpark(self) -> None:
+        """Its pages are back."""
+        self._at_home()
+
+    def lose(self) -> None:
+        """Its pages are gone: it starts from nothing."""
+        self.computed, self.logits = 0, None
+        self.status = LOST
+        self._count()
+
+    def adopt(self, computed: int, branch_at: int | None) -> None:
+        """So many first tokens came from elsewhere; another prompt goes on as far as a branch."""
+        self.computed, self.branch_at, self.waits_for = computed, branch_at, None
+        self._count()
+        self._at_home()
+
+    def _at_home(self) -> None:
+        self.status = RUNNING if self.active else RESTING
+
+    # -- work -----------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """The scheduler takes it in."""
+        self.active, self.failed = True, False
+        if self.status is RESTING:
+            self.status = RUNNING
+
+    def rest(self) -> None:
+        """The scheduler lets it go."""
+        self.active, self.preempted, self.waits_for = False, False, None
+        if self.status in (RUNNING, WAITING):
+            self.status = RESTING
+
+    def wait_for(self, source: Sequence, length: int) -> None:
+        """Another sequence computes the first `length` tokens; they are shared then."""
+        self.waits_for, self.status = (source, length), WAITING
+
+    def preempt(self) -> None:
+        """It gave way to others, and waits until there is room to go on for a while."""
+        self.preempted = True
+
+    def run(self) -> None:
+        """It is in this step."""
+        self.preempted = False
+
+    def count_cached(self, tokens: int) -> None:
+        """So many tokens of a new request were in memory when it came."""
+        self.cached = tokens
+
+    def start(self, generation: Generation) -> None:
+        """A request begins to generate."""
+        self.generation, self.failed = generation, False
+        self.speculation = Speculation() if generation.drafter else None
 
     def end_generation(self) -> None:
         """Lets go of what it was generating, and of what was kept for that."""
@@ -112,72 +232,24 @@ class Sequence:
         if generation and generation.drafter:
             generation.drafter.close()
 
-    @property
-    def generating(self) -> bool:
-        """Whether its prompt is done and it goes on token by token."""
-        return self.pending == 1 and self.computed > 0
+    def fail(self) -> None:
+        """What it was doing cannot go on.
 
-    @property
-    def waiting(self) -> bool:
-        """Whether another sequence is still computing tokens that this one will share."""
-        return self.waits_for is not None
+        Why is for whoever asked: an error holds the frames it was raised through, and what those
+        hold would live as long as the sequence.
+        """
+        self.failed = True
 
-    @property
-    def until_branch(self) -> int:
-        """How many tokens come before the place where its prompt leaves a known one, or all."""
-        at = self.branch_at
-        return self.pending if at is None or at <= self.computed else at - self.computed
-
-    @property
-    def pending(self) -> int:
-        """How many tokens wait to be computed."""
-        return len(self.tokens) - self.computed
+    def use_salt(self, salt: str) -> None:
+        """An empty one shares with those of a salt."""
+        assert self.length == 0
+        self.salt = salt
 
 
-@dataclass(frozen=True)
-class Mark:
-    """A place in a session to come back to."""
-
-    name: str
-    """What the session calls it."""
-    tokens: tuple[int, ...]
-    computed: int
-    logits: NDArray[np.float32] | None
-    moved: bool
-    """Whether tokens had been taken out of the middle."""
-    checkpoint: str
-    """What memory calls it, where names are of all sessions."""
-    memory: object
-    """Who holds it."""
-
-    @property
-    def computed_tokens(self) -> tuple[int, ...]:
-        """The tokens that memory holds."""
-        return self.tokens[: self.computed]
-
-
-@dataclass
-class Accepted:
-    """What one sequence keeps of a step: its first `kept` tokens, and what follows them.
-
-    A generating sequence gets tokens: those of its draft that were right, and one more. One that
-    was only to be computed gets its last logits.
-    """
-
-    sequence: Sequence
-    kept: int
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    logits: NDArray[np.float32] | None = None
-    drafted: int = 0
-    """Tokens of the draft that were computed."""
-    branch: int | None = None
-    """The fork that holds the tokens that were right, where it is not the sequence itself."""
-    guesses: list[int] = field(default_factory=list)
-    """What follows each of its branches that are no drafts."""
-
-    @property
-    def agreed(self) -> int:
-        """Tokens of the draft that were right: all but the last, which is the model's own."""
-        return max(len(self.tokens) - 1, 0)
+def check_whole(sequence: Sequence) -> None:
+    """Refuses one that lost what computing its tokens again would not bring back."""
+    if sequence.edited and sequence.status is LOST:
+        raise RequestError(
+            "tokens were taken out of this session, and its pages are gone: it can only be "
+            "rewound to a mark, or closed"
+        )

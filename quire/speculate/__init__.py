@@ -12,7 +12,7 @@ from quire.speculate.first_of import FirstOf
 from quire.speculate.lookahead import Lookahead
 from quire.speculate.ngram import Ngram
 from quire.speculate.ngram_cache import NgramCache
-from quire.speculate.ways import NAMES, by_name, speculator
+from quire.speculate.parse import NAMES, by_name, speculator
 
 __all__ = [
     "NAMES",

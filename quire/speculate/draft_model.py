@@ -10,31 +10,24 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 
+from quire.devices.budget import Budget
 from quire.engine.constrain import Constrainer, Vocabulary
-from quire.engine.sequence import Accepted, Sequence
-from quire.engine.walk import Line, walk
+from quire.engine.draft_in_step import Line, draft_in_step
+from quire.engine.drafter import Draft, Drafter, DraftRequest, Offer, Source, Speculator, Target
+from quire.engine.loop import Loop
+from quire.engine.odds import Odds, smooth
+from quire.engine.plan import Accepted
+from quire.engine.room import Rank
+from quire.engine.sequence import LOST, PARKED, Sequence
 from quire.errors import OutOfMemory, PagesError, RequestError
-from quire.memory.budget import Budget
-from quire.memory.interface import Lease, SeqTokens
-from quire.speculate.interface import (
-    Draft,
-    Drafter,
-    Offer,
-    Source,
-    Speculator,
-    Target,
-    Wanted,
-    check_whole,
-)
-from quire.speculate.odds import Odds, smooth
-
-if TYPE_CHECKING:
-    from quire.engine.engine import Engine
+from quire.memory.batch import SeqTokens
+from quire.memory.lease import Lease
+from quire.speculate.common import check_whole
 
 _START = 0.7  # how sure a draft is taken to be at first
 _BEHIND = 4  # tokens that a draft may begin with; more are computed before it
@@ -44,7 +37,7 @@ _BEHIND = 4  # tokens that a draft may begin with; more are computed before it
 class Loaded(Protocol):
     """A loaded model, as `quire.load` gives it."""
 
-    engine: Engine
+    loop: Loop
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,14 +59,13 @@ class DraftModel(Speculator):
 
     def start(self, target: Target, sequence: Sequence) -> Drafter:
         """A drafter with a sequence of its own in the other model's memory."""
-        engine = self.llm.engine
+        engine = self.llm.loop.engine
         engine.check_open()
         if engine.memory is target.memory:
             raise RequestError("a model cannot be its own draft model; use speculate='early-exit'")
         # It belongs to the draft model, so that the other keeps nothing of it alive.
-        source = engine.sources.setdefault(Follower, Follower(engine))
+        source = engine.sources.setdefault(Follower, Follower(self.llm.loop))
         assert isinstance(source, Follower)
-        source.close_orphans()
         source.check_vocabulary(target.constrainer)
         return DraftModelDrafter(source, sequence, self.most)
 
@@ -125,7 +117,7 @@ class Followed:
 
 
 @dataclass(frozen=True)
-class Part:
+class Followup:
     """One sequence's draft in the open lease."""
 
     own: Sequence
@@ -138,16 +130,18 @@ class Part:
 class Follower(Source):
     """Drafts for all sequences of a step in one batch of the draft model."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, loop: Loop) -> None:
         self.elder = Odds(_START)
-        self._engine = engine
+        self._loop = loop
+        self._engine = loop.engine
+        self._seated = False  # whether the draft model is ours until the step is over
         self._checked: WeakSet[Constrainer] = WeakSet()
         # Who drops a target without closing it must not find its sequences here.
         self._followed: WeakKeyDictionary[Sequence, Followed] = WeakKeyDictionary()
         self._opened: list[Sequence] = []
         self._seconds_per_read = 0.0
         self._lease: Lease | None = None
-        self._parts: dict[Sequence, Part] = {}
+        self._parts: dict[Sequence, Followup] = {}
 
     def check_vocabulary(self, target: Constrainer) -> None:
         """Refuses to draft for a model with other tokens; each model is looked at once."""
@@ -157,18 +151,18 @@ class Follower(Source):
 
     def room(self, sequence: Sequence) -> int:
         """How far a draft behind this sequence could go."""
-        return 0 if self._engine.closed else self._engine.n_ctx - len(sequence.tokens)
+        return 0 if self._engine.closed else self._engine.n_ctx - sequence.length
 
     def seconds_behind(self, sequence: Sequence) -> float:
         """What it takes to catch up with a sequence that was not followed for a while."""
         followed = self._followed.get(sequence)
-        behind = len(sequence.tokens) - (followed.own.computed if followed else 0)
+        behind = sequence.length - (followed.own.computed if followed else 0)
         return behind * self._seconds_per_read if behind > _BEHIND else 0.0
 
     def leave(self, sequence: Sequence) -> None:
         """A target's sequence is no longer followed."""
         if self._followed.pop(sequence, None):
-            self.close_orphans()
+            self._loop.later(self.close_orphans)
 
     def close_orphans(self) -> None:
         """Ends those of its own sequences that follow nobody any more."""
@@ -177,58 +171,62 @@ class Follower(Source):
         self._opened = [own for own in self._opened if own in following]
         if not self._engine.closed:
             for own in orphans:
-                self._engine.close(own)
+                self._engine.end(own)
 
-    def draft(self, wanted: Seq[Wanted]) -> list[Draft]:
-        """All of them, or none where the draft model has no room."""
+    def draft(self, requests: Seq[DraftRequest]) -> list[Draft]:
+        """All of them, or none where the draft model has no room, or somebody else uses it."""
+        self._seated = self._loop.seat.take()
+        if not self._seated:
+            return [Draft() for _ in requests]
         try:
             self.close_orphans()
-            own = [self._caught_up(one) for one in wanted]
-            return self._drafts(wanted, own)
+            own = [self._caught_up(one) for one in requests]
+            return self._drafts(requests, own)
         except OutOfMemory:
             self.cancel()
-            return [Draft() for _ in wanted]
+            return [Draft() for _ in requests]
 
-    def _drafts(self, wanted: Seq[Wanted], own: list[Sequence]) -> list[Draft]:
+    def _drafts(self, requests: Seq[DraftRequest], own: list[Sequence]) -> list[Draft]:
         """The drafts, in a lease that stays open."""
         start = perf_counter()
         engine = self._engine
         entries: list[SeqTokens] = []
         lines: list[Line] = []
-        for one, mine in zip(wanted, own, strict=True):
+        for one, mine in zip(requests, own, strict=True):
             n = min(one.n, engine.memory.room_for_draft(mine.id) - mine.pending + 1)
-            tokens = [*mine.tokens[mine.computed :], *[0] * (n - 1)]
+            tokens = [*mine.tokens.array(mine.computed), *[0] * (n - 1)]
             assert one.sequence.generation is not None
             lines.append(Line(len(lines), n - 1, one.sequence.generation))
             entries.append(SeqTokens(mine.id, np.array(tokens, np.int32)))
-            self._parts[one.sequence] = Part(mine, mine.pending, n)
+            self._parts[one.sequence] = Followup(mine, mine.pending, n)
         self._lease = self._reserved(entries)
         runner = engine.runner
-        walked = walk(runner, self._lease.ubatch, lines, runner.model.n_layers, one_more=True)
-        self.seconds_per_token = smooth(self.seconds_per_token, walked.seconds_per_token)
-        self.seconds_at_all = smooth(self.seconds_at_all, perf_counter() - start - walked.seconds)
-        return [Draft(tuple(draft)) for draft in walked.drafts]
+        n_layers = runner.model.n_layers
+        drafted = draft_in_step(runner, self._lease.ubatch, lines, n_layers, one_more=True)
+        self.seconds_per_token = smooth(self.seconds_per_token, drafted.seconds_per_token)
+        self.seconds_at_all = smooth(self.seconds_at_all, perf_counter() - start - drafted.seconds)
+        return [Draft(tuple(draft)) for draft in drafted.drafts]
 
-    def _caught_up(self, wanted: Wanted) -> Sequence:
+    def _caught_up(self, request: DraftRequest) -> Sequence:
         """The sequence that follows, with all of the target's tokens and few left to compute."""
-        engine, sequence = self._engine, wanted.sequence
+        engine, sequence = self._engine, request.sequence
         if sequence not in self._followed:
-            own = engine.open(sequence.salt)
+            own = engine.new_sequence(sequence.salt)
             self._opened.append(own)
-            self._followed[sequence] = Followed(own, wanted.offer.odds)
-            own.tokens.extend(sequence.tokens)
+            self._followed[sequence] = Followed(own, request.offer.odds)
+            own.extend(sequence.tokens.array())
             engine.prefix.enter(own, ())
         own = self._followed[sequence].own
         self._bring_back(own)
-        own.tokens.extend(sequence.tokens[len(own.tokens) :])
+        own.extend(sequence.tokens.array(own.length))
         while own.pending > _BEHIND:
             count = min(own.pending - 1, engine.scheduler.max_tokens)
-            tokens = np.array(own.tokens[own.computed : own.computed + count], np.int32)
+            tokens = own.tokens.array(own.computed, own.computed + count)
             start = perf_counter()
             with self._reserved([SeqTokens(own.id, tokens)]) as lease:
                 engine.runner.run(lease.ubatch)
                 lease.commit({own.id: count})
-            own.computed += count
+            own.advance(count)
             now = (perf_counter() - start) / count
             self._seconds_per_read = smooth(self._seconds_per_read, now)
         return own
@@ -236,55 +234,66 @@ class Follower(Source):
     def _bring_back(self, own: Sequence) -> None:
         """Back from a tier, where there is room: no request gives way to a draft."""
         engine = self._engine
-        while own.parked:
-            if engine.memory.fits([(own.id, 1)]):
-                engine.room.bring_back(own)
-            elif not engine.prefix.evict_one():
+        if own.status is PARKED:
+            if not engine.room.make(lambda: engine.memory.fits([(own.id, 1)]), own, Rank.CACHED):
                 raise PagesError("there is no room to go on with a draft")
-        if own.given_up:
-            engine.room.start_over(own)
+            engine.room.bring_back(own)
+        if own.status is LOST:
+            engine.prefix.start_over(own)
 
     def _reserved(self, entries: list[SeqTokens]) -> Lease:
         """Room in the draft model's memory; what it has cached gives way."""
-        while True:
-            try:
-                return self._engine.memory.reserve(entries)
-            except OutOfMemory:
-                if not self._engine.prefix.evict_one():
-                    raise
+        memory = self._engine.memory
+        counts = [(seq, len(tokens)) for seq, tokens in entries]
+        self._engine.room.make(lambda: memory.fits(counts), None, Rank.CACHED)
+        return memory.reserve(entries)
 
     def settle(self, accepted: Seq[Accepted]) -> None:
         """Keeps what was right; the last token of a draft was not computed yet."""
         if self._lease is None:
             return
         kept: dict[int, int] = {}
+        followed: list[tuple[Followup, Accepted]] = []
         for one in accepted:
             part = self._parts.get(one.sequence)
             if part:
                 kept[part.own.id] = part.pending + min(one.agreed, part.n - 1)
-                part.own.tokens.extend(one.tokens)
-                part.own.computed += kept[part.own.id]
+                followed.append((part, one))
         self._lease.commit(kept)
+        for part, one in followed:
+            part.own.extend(one.tokens)
+            part.own.advance(kept[part.own.id])
         self.cancel()
-        self._engine.compute.pay(self._engine.room.evict_one)
+        self._engine.compute.pay(self._engine.room)
 
     def cancel(self) -> None:
         """The lease ends; what was not kept is as if it had never been."""
         lease, self._lease = self._lease, None
         self._parts = {}
-        if lease:
-            lease.abort()
+        try:
+            if lease:
+                lease.abort()
+        finally:
+            if self._seated:
+                self._seated = False
+                self._loop.seat.leave()
 
     def give_way(self, budget: Budget) -> bool:
         """Drops what is cached, then what follows the targets: it can be computed again."""
         if self._engine.closed or self._engine.budget.whole is not budget.whole:
             return False
-        if self._engine.prefix.evict_one():
-            return True
+        if not self._loop.seat.take():
+            return False
+        try:
+            return self._engine.prefix.evict_one() or self._lose_one()
+        finally:
+            self._loop.seat.leave()
+
+    def _lose_one(self) -> bool:
         for followed in self._followed.values():
             own = followed.own
-            if own.computed and not own.parked:
+            if own.computed and own.status is not PARKED:
                 followed.odds.put_off()  # or it would take the same room again at once
-                self._engine.room.give_up(own)
+                self._engine.room.lose(own)
                 return True
         return False

@@ -9,20 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from quire.engine.drafter import Draft, Drafter, DraftRequest, Offer, Source, Speculator, Target
+from quire.engine.odds import Odds, smooth
+from quire.engine.plan import Accepted
 from quire.engine.runner import Runner
-from quire.engine.sequence import Accepted, Sequence
+from quire.engine.sequence import Sequence
 from quire.errors import RequestError
-from quire.speculate.interface import (
-    Draft,
-    Drafter,
-    Offer,
-    Source,
-    Speculator,
-    Target,
-    Wanted,
-    check_whole,
-)
-from quire.speculate.odds import Odds, smooth
+from quire.speculate.common import check_whole
 
 _START = 0.6  # how sure a draft is taken to be at first
 
@@ -66,15 +59,15 @@ class Exit(Source):
         self._runner = runner
         self.exit_after = layers
 
-    def draft(self, wanted: Seq[Wanted]) -> list[Draft]:
+    def draft(self, requests: Seq[DraftRequest]) -> list[Draft]:
         """Places that the step fills in."""
-        return [Draft((0,) * one.n, exits=True) for one in wanted]
+        return [Draft((0,) * one.n, exits=True) for one in requests]
 
     def settle(self, accepted: Seq[Accepted]) -> None:
         """Notes what drafting took."""
-        if walked := self._runner.walked:
-            self.seconds_inside = walked.seconds
-            self.seconds_per_token = smooth(self.seconds_per_token, walked.seconds_per_token)
+        if drafted := self._runner.drafted:
+            self.seconds_inside = drafted.seconds
+            self.seconds_per_token = smooth(self.seconds_per_token, drafted.seconds_per_token)
 
 
 class EarlyExitDrafter(Drafter):

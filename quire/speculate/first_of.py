@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from quire.engine.drafter import Drafter, Offer, Speculator, Target
 from quire.engine.sequence import Sequence
 from quire.errors import RequestError
 from quire.speculate.draft_model import Loaded
-from quire.speculate.interface import Drafter, Offer, Speculator, Target
-from quire.speculate.ways import speculator
+from quire.speculate.parse import speculator
 
 
 @dataclass(frozen=True, init=False)

@@ -19,21 +19,13 @@ from collections import OrderedDict
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from quire.engine.scheduler import Branch
-from quire.engine.sequence import Accepted, Sequence
+from quire.engine.drafter import Draft, Drafter, DraftRequest, Offer, Source, Speculator, Target
+from quire.engine.odds import Odds
+from quire.engine.plan import Accepted, Branch
+from quire.engine.sequence import Sequence
 from quire.errors import RequestError
-from quire.memory.interface import Memory
-from quire.speculate.interface import (
-    Draft,
-    Drafter,
-    Offer,
-    Source,
-    Speculator,
-    Target,
-    Wanted,
-    check_whole,
-)
-from quire.speculate.odds import Odds
+from quire.memory.memory import Memory
+from quire.speculate.common import check_whole
 
 _START = 0.3  # how sure a draft is taken to be at first
 _BURST = 4  # steps that it takes until the pool has anything
@@ -135,11 +127,11 @@ class Forks(Source):
         self._forks: list[int] = []
         self._drafters: dict[Sequence, LookaheadDrafter] = {}
 
-    def draft(self, wanted: Seq[Wanted]) -> list[Draft]:
+    def draft(self, requests: Seq[DraftRequest]) -> list[Draft]:
         """The first n-gram in the sequence itself; the others, and all columns, in forks."""
-        return [self._draft(one) for one in wanted]
+        return [self._draft(one) for one in requests]
 
-    def _draft(self, one: Wanted) -> Draft:
+    def _draft(self, one: DraftRequest) -> Draft:
         sequence, drafter = one.sequence, one.offer.drafter
         assert isinstance(drafter, LookaheadDrafter)
         self._drafters[sequence] = drafter

@@ -5,16 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from quire.engine.drafter import Drafter, Offer, Speculator, Target
 from quire.engine.sequence import Sequence
 from quire.errors import RequestError
-from quire.speculate.interface import (
-    Drafter,
-    Offer,
-    Speculator,
-    Target,
-    check_whole,
-    known_source,
-)
+from quire.speculate.common import check_whole, known_source
 from quire.speculate.ngram_cache import NgramCache
 
 _LONGEST = 16  # tokens that a match is followed back
@@ -93,12 +87,14 @@ class NgramDrafter(Drafter):
         self._settings = settings
         self._source = known_source(target)
         self._index = Index(settings.min_n, settings.max_n)
+        self._known: list[int] = []  # the sequence's tokens: they only grow while it generates
         self._odds = {n: target.odds((Ngram, n), start) for n, start in _START.items()}
         self._cache_odds = target.odds(NgramCache, _CACHE_START)
 
     def offer(self, sequence: Sequence, most: int) -> Offer | None:
         """What followed the last time, and how often that was right with such a match."""
-        tokens, most = sequence.tokens, min(most, self._settings.most)
+        tokens, most = self._known, min(most, self._settings.most)
+        tokens += sequence.tokens[len(tokens) :]
         self._index.extend(tokens)
         place, matched = self._index.find(tokens)
         if place:

@@ -10,12 +10,12 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.engine.choose import sample
 from quire.engine.constrain import Matcher
-from quire.engine.sampling import sample
-from quire.engine.sequence import Generation
+from quire.engine.generation import Generation
 from quire.errors import QuireError
-from quire.memory.interface import MicroBatch
-from quire.memory.layout import Int32
+from quire.memory.batch import MicroBatch
+from quire.memory.groups.layout import Int32
 from quire.models.registry import Model
 from quire.ops import Array, Ops
 
@@ -40,8 +40,8 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Walked:
-    """What a walk found, and what it took."""
+class DraftedInStep:
+    """What was drafted within a step, and what it took."""
 
     hidden: NDArray[np.float32]
     """Rows of all tokens after the layers that were run."""
@@ -52,9 +52,9 @@ class Walked:
     seconds_per_token: float
 
 
-def walk(
+def draft_in_step(
     runner: Runs, ubatch: MicroBatch, lines: Seq[Line], stop: int, one_more: bool = False
-) -> Walked:
+) -> DraftedInStep:
     """Computes `stop` layers of the tokens that are there, then of each drawn one in turn.
 
     A drawn token is put into its place in `ubatch.tokens`. It is drawn as the generation would
@@ -69,8 +69,9 @@ def walk(
     x = runner.run(ubatch.part(everybody, np.zeros_like(counts), there), stop)
     start = perf_counter()
     firsts: Int32 = (np.cumsum(counts) - counts).astype(np.int32)
-    hidden = np.empty((len(ubatch.tokens), runner.ops.numpy(x).shape[1]), np.float32)
-    hidden[_rows(firsts, there)] = runner.ops.numpy(x)
+    first = runner.ops.numpy(x)
+    hidden = np.empty((len(ubatch.tokens), first.shape[1]), np.float32)
+    hidden[_rows(firsts, there)] = first
     drafts: list[list[int]] = [[] for _ in lines]
     latest = {i: int(there[: line.row + 1].sum()) - 1 for i, line in enumerate(lines)}
     matchers = [m.copy() if (m := line.generation.matcher) else None for line in lines]
@@ -95,7 +96,7 @@ def walk(
         for line, drawn in zip(lines, drafts, strict=True):
             line.generation.sampler.unobserve(np.array(drawn, np.int32))
     seconds = perf_counter() - start
-    return Walked(hidden, drafts, seconds, seconds / max(steps, 1))
+    return DraftedInStep(hidden, drafts, seconds, seconds / max(steps, 1))
 
 
 def _draw(
@@ -106,7 +107,7 @@ def _draw(
     rows = np.array(list(latest.values()), np.int32)
     logits = runner.model.logits(runner.ops.take_rows(x, rows))
     wanted = [(row, lines[i].generation, len(drafts[i])) for row, i in enumerate(latest)]
-    masks = _masks(matchers, list(latest), runner.ops.numpy(logits).shape[1])
+    masks = _masks(matchers, list(latest), runner.model.n_vocab)
     for i, drawn in zip(latest, sample(runner.ops, logits, wanted, masks), strict=True):
         token = drawn if isinstance(drawn, int) else 0  # whoever judges the draft meets the error
         drafts[i].append(token)
@@ -133,7 +134,7 @@ def _masks(
 
 def _moved_on(matcher: Matcher, token: int, generation: Generation) -> Matcher | None:
     """The matcher behind a token; None where nothing is left to say."""
-    if token in generation.ends.ids:
+    if token in generation.rules.ids:
         return None
     try:
         matcher.consume(token)

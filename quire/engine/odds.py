@@ -70,8 +70,8 @@ class Odds:
         if right:
             self._probe_after = max(self._probe_after // 2, _FIRST_PROBE)
 
-    def pauses(self) -> bool:
-        """Whether a draft would not have paid a moment ago, and need not be thought about now."""
+    def skip_this_step(self) -> bool:
+        """True where a draft would not have paid a moment ago; counts the step as one without."""
         if self._pause == 0:
             return False
         self._pause -= 1

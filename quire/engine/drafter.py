@@ -9,18 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from quire.devices.budget import Budget
 from quire.engine.constrain import Constrainer
+from quire.engine.odds import Odds
+from quire.engine.plan import Accepted, Branch
 from quire.engine.runner import Runner
-from quire.engine.sequence import Accepted, Sequence
-from quire.errors import RequestError
-from quire.memory.budget import Budget
-from quire.memory.interface import Memory
-from quire.speculate.odds import Odds
-
-if TYPE_CHECKING:
-    from quire.engine.scheduler import Branch
+from quire.engine.sequence import Sequence
+from quire.memory.memory import Memory
 
 
 class Target(Protocol):
@@ -67,7 +64,7 @@ class Offer:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class DraftRequest:
     """A draft that is to be made: at most `n` tokens of what was offered."""
 
     sequence: Sequence
@@ -87,7 +84,7 @@ class Source:
     exit_after = 0
     """Layers after which drafts are made within the step; 0: before it."""
 
-    def draft(self, wanted: Seq[Wanted]) -> list[Draft]:
+    def draft(self, requests: Seq[DraftRequest]) -> list[Draft]:
         """A draft for each; an empty one where it turned out that there is none."""
         raise NotImplementedError
 
@@ -100,21 +97,6 @@ class Source:
     def give_way(self, budget: Budget) -> bool:
         """Frees memory of a budget that drafts could do without; False when there is none."""
         return False
-
-
-class Known(Source):
-    """Drafts of those who say at once what they would draft."""
-
-    def draft(self, wanted: Seq[Wanted]) -> list[Draft]:
-        """The first tokens of each offer."""
-        return [Draft(one.offer.tokens[: one.n]) for one in wanted]
-
-
-def known_source(target: Target) -> Known:
-    """The one that all drafters of this kind share."""
-    source = target.sources.setdefault(Known, Known())
-    assert isinstance(source, Known)
-    return source
 
 
 class Drafter:
@@ -131,12 +113,6 @@ class Drafter:
 
     def close(self) -> None:
         """The generation is over; whatever was kept for it goes."""
-
-
-def check_whole(what: str, value: object) -> None:
-    """Refuses a setting that counts something and is no whole number."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise RequestError(f"{what} is {value!r}; it takes a whole number")
 
 
 class Speculator:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
+from quire.engine.drafter import Speculator
 from quire.errors import RequestError
 from quire.speculate.draft_model import DraftModel, Loaded
 from quire.speculate.early_exit import EarlyExit
-from quire.speculate.interface import Speculator
 from quire.speculate.lookahead import Lookahead
 from quire.speculate.ngram import Ngram
 

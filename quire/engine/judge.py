@@ -1,4 +1,4 @@
-"""What of a draft is right: the last word on what a step adds to each sequence.
+"""How much of a draft is right, and what follows it (speculative decoding).
 
 Every token is chosen exactly as it would be without a draft: by the same sampler, which has seen
 the same tokens, with the random number of its place. A draft is right as far as it says the same.
@@ -10,17 +10,13 @@ tokens as the target: they agree nearly as often as the best such rule would acc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-
-from quire.engine.sampling import logprob, sample
-from quire.engine.scheduler import Plan
-from quire.engine.sequence import Accepted, Generation
+from quire.engine.choose import choose_rows, sample, take
+from quire.engine.generation import Generation
+from quire.engine.plan import Accepted, Plan
 from quire.errors import QuireError
-from quire.memory.layout import Int32
+from quire.memory.groups.layout import Int32
 from quire.ops import Array, Ops
 
 
@@ -51,21 +47,12 @@ class Trial:
         """The row that the next token is chosen from."""
         return self.paths[0].row + self.depth
 
-    def take(self, token: int | QuireError, logits: Array, ops: Ops) -> None:
+    def follow(self) -> None:
         """The next token is chosen; goes on where a draft says the same."""
-        one, generation = self.accepted, self.generation
-        if isinstance(token, QuireError):  # this request fails, the others go on
-            one.sequence.error, one.branch, self.done = token, self.paths[0].branch, True
-            return
-        one.tokens.append(token)
-        if (top := generation.sampling.logprobs) is not None:
-            one.logprobs.append(logprob(ops, logits, self.row, token, top))
-        try:
-            one.finish_reason = generation.take(token)
-        except QuireError as error:  # this request fails, the others go on
-            one.sequence.error = error
-        agreeing = [p for p in self.paths if p.tokens[self.depth : self.depth + 1] == (token,)]
-        if one.finish_reason or one.sequence.error or not agreeing:
+        one = self.accepted
+        chosen = tuple(one.tokens[self.depth : self.depth + 1])  # empty where there was an error
+        agreeing = [p for p in self.paths if p.tokens[self.depth : self.depth + 1] == chosen]
+        if one.finish_reason or one.error or not agreeing:
             self.done = True
             one.branch = self.paths[0].branch
         else:
@@ -74,32 +61,32 @@ class Trial:
             one.kept += 1
 
 
-def verify(plan: Plan, tokens: Int32, logits: Array, ops: Ops) -> list[Accepted]:
-    """Chooses what follows each ending sequence; plain sampling is a draft of length zero.
+def judge(
+    plan: Plan, tokens: Int32, logits: Array, ops: Ops, n_vocab: int, accepted: list[Accepted]
+) -> None:
+    """What follows each sequence of a step with drafts: as much of them as is right, and one more.
 
     `tokens` are those of all rows of the step; the logits are of the plan's `wanted_rows`.
     """
-    accepted, trials = _trials(plan, tokens, logits, ops)
+    trials = _trials(plan, tokens, logits, ops, accepted)
     _choose_in_advance([t for t in trials if not t.generation.looks_back], logits, ops)
     while live := [t for t in trials if not t.done]:
-        chosen = _next_tokens(live, logits, ops)
-        for trial, token in chosen:
-            trial.take(token, logits, ops)
-    return accepted
-
-
-def choose(accepted: Accepted, logits: Array, ops: Ops) -> None:
-    """The first token of a generation whose logits are known already: the only row."""
-    assert accepted.sequence.generation is not None
-    trial = Trial(accepted, accepted.sequence.generation, [Path(0, ())])
-    for _, token in _next_tokens([trial], logits, ops):
-        trial.take(token, logits, ops)
+        rest = []
+        for trial in live:
+            if trial.row in trial.picks:
+                token = trial.picks[trial.row]
+                take(trial.accepted, trial.generation, token, trial.row, logits, ops)
+            else:
+                rest.append((trial.accepted, trial.generation, trial.row))
+        if rest:
+            choose_rows(rest, logits, ops, n_vocab)
+        for trial in live:
+            trial.follow()
 
 
 def _trials(
-    plan: Plan, tokens: Int32, logits: Array, ops: Ops
-) -> tuple[list[Accepted], list[Trial]]:
-    accepted: list[Accepted] = []
+    plan: Plan, tokens: Int32, logits: Array, ops: Ops, accepted: list[Accepted]
+) -> list[Trial]:
     trials: list[Trial] = []
     row = at = 0
     for entry in plan.entries:
@@ -116,7 +103,7 @@ def _trials(
             trials.append(Trial(one, entry.sequence.generation, [Path(row, draft)]))
         row += 1 + len(draft)
     _add_branches(plan, row, trials, logits, ops)
-    return accepted, trials
+    return trials
 
 
 def _add_branches(plan: Plan, row: int, trials: list[Trial], logits: Array, ops: Ops) -> None:
@@ -151,32 +138,3 @@ def _choose_in_advance(trials: list[Trial], logits: Array, ops: Ops) -> None:
     picked = sample(ops, logits, [(row, trial.generation, i) for trial, row, i in rows])
     for (trial, row, _), token in zip(rows, picked, strict=True):
         trial.picks[row] = token
-
-
-def _next_tokens(
-    trials: list[Trial], logits: Array, ops: Ops
-) -> Iterator[tuple[Trial, int | QuireError]]:
-    """The next token of each trial; one whose constraint fails is done."""
-    rest = [t for t in trials if t.row not in t.picks]
-    yield from ((t, t.picks[t.row]) for t in trials if t.row in t.picks)
-    masks = _masks(rest, ops.numpy(logits).shape[1])
-    live = [i for i, trial in enumerate(rest) if not trial.done]
-    if live:
-        wanted = [(rest[i].row, rest[i].generation, 0) for i in live]
-        picked = sample(ops, logits, wanted, None if masks is None else masks[live])
-        yield from zip([rest[i] for i in live], picked, strict=True)
-
-
-def _masks(trials: list[Trial], n_vocab: int) -> NDArray[np.uint32] | None:
-    """Which tokens each may choose, or None where nobody is constrained."""
-    if not any(trial.generation.matcher for trial in trials):
-        return None
-    masks = np.full((len(trials), (n_vocab + 31) // 32), 2**32 - 1, np.uint32)
-    for trial, mask in zip(trials, masks, strict=True):
-        if trial.generation.matcher:
-            try:
-                trial.generation.matcher.mask(mask)
-            except QuireError as error:  # this request fails, the others go on
-                trial.accepted.sequence.error = error
-                trial.done = True
-    return masks

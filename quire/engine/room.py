@@ -1,0 +1,209 @@
+"""Making room: one way for all. What costs least to get back goes first.
+
+    CACHED    cached prefixes, the one that is worth least first: to a tier, or for good
+    DRAFTS    what drafts could do without
+    ARRAYS    arrays that nobody uses
+    RESTING   sequences with nothing to compute
+    MARKS     marks and pinned prefixes: they only move to a tier
+    RUNNING   others that run, the one that came last first
+
+A sequence gives way in one of two manners. Its own pages go to a tier and are read back later
+(parked), or they are freed and its tokens are computed again (lost): whichever is sooner done, by
+the speeds measured so far. One with tokens taken out of its middle can only be parked, since
+computing its tokens again would make others of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from enum import IntEnum
+
+from quire.engine.prefix_cache import PrefixCache
+from quire.engine.sequence import PARKED, Sequence
+from quire.errors import OutOfMemory
+from quire.memory.memory import Memory
+from quire.memory.tiers.parking import Staying
+from quire.memory.tiers.tiers import Tiers
+
+
+class Rank(IntEnum):
+    """Who gives way, the first one first."""
+
+    CACHED = 0
+    DRAFTS = 1
+    ARRAYS = 2
+    RESTING = 3
+    MARKS = 4
+    RUNNING = 5
+
+
+Reclaim = Callable[[], bool]
+"""Frees something; False when there is nothing."""
+
+
+class Room:
+    """Takes memory from those who can do without, and gives parked sequences theirs back."""
+
+    def __init__(
+        self, memory: Memory, tiers: Tiers, prefix: PrefixCache, drafts: Reclaim, arrays: Reclaim,
+        sequences: Mapping[int, Sequence], active: list[Sequence],
+        seconds_per_token: Callable[[], float],
+    ) -> None:  # fmt: skip
+        self._memory = memory
+        self._tiers = tiers
+        self._prefix = prefix
+        self._sequences = sequences
+        self._active = active  # in order of arrival
+        self._seconds_per_token = seconds_per_token
+        self._spared: Collection[str] = ()
+        self._things = (prefix.evict_one, drafts, arrays)
+        self.counts = dict.fromkeys(
+            ("parked", "recomputed", "brought back", "marks and prefixes parked"), 0
+        )
+        prefix.index.park_with(self.park_cached)
+
+    def make(
+        self, fits: Callable[[], bool], for_: Sequence | None, up_to: Rank,
+        spare: Collection[str] = (),
+    ) -> bool:  # fmt: skip
+        """Frees one thing after the other until it fits; False when nobody gives way any more.
+
+        Nobody above `up_to` is asked, nor the sequence that the room is for, nor some marks.
+        """
+        self._spared = spare
+        while not fits():
+            if not self._free_one(for_, up_to):
+                return False
+        return True
+
+    def _free_one(self, for_: Sequence | None, up_to: Rank) -> bool:
+        if any(reclaim() for reclaim in self._things[: up_to + 1]):
+            return True
+        if up_to >= Rank.RESTING and self._from_resting(for_):
+            return True
+        if up_to >= Rank.MARKS and self._from_marks(for_):
+            return True
+        return up_to >= Rank.RUNNING and self._from_running(for_)
+
+    def _from_resting(self, needy: Sequence | None) -> bool:
+        """Takes the pages of a sequence that has nothing to compute.
+
+        One whose pages cannot be parked, because others hold them too or no tier has room, is
+        lost: its tokens are computed again when it is used.
+        """
+        resting = [
+            s for s in self._sequences.values() if not s.active and s.computed and s is not needy
+        ]
+        if any(map(self.park, resting)):
+            return True
+        resting.sort(key=lambda s: s.status is PARKED)  # those may still hold pages together
+        return self._lose_one(resting)
+
+    def _from_marks(self, needy: Sequence | None) -> bool:
+        """Moves what a mark or a pinned prefix alone holds to a tier; then what they share."""
+        saved = self._memory.checkpoints.by_name.values()
+        marks = [one.name for one in saved if not one.cached and one.name not in self._spared]
+        marks += self._prefix.index.pinned_names
+        if any(map(self.park_checkpoint, marks)):
+            return True
+        here = [s for s in self._active if s.status is not PARKED]
+        staying = self._memory.pages_of(s.id for s in [*here, *([needy] if needy else [])])
+        resting = [
+            s for s in self._sequences.values()
+            if s is not needy and (s.status is PARKED or (s.edited and not s.active))
+        ]  # fmt: skip
+        return any(self.park(s, staying) for s in resting) or any(
+            self.park_checkpoint(name, staying) for name in marks
+        )
+
+    def park_cached(self, name: str, tokens: int) -> bool:
+        """Moves a cached prefix to a tier, if it is sooner read back than computed again."""
+        n_bytes = self._memory.checkpoint_bytes(name)
+        again = tokens * self._seconds_per_token()
+        return self._tiers.seconds(n_bytes) < again and self.park_checkpoint(name)
+
+    def park_checkpoint(self, name: str, staying: Staying | None = None) -> bool:
+        """Moves what only a checkpoint holds, or all but what stays, to a tier.
+
+        False when none takes it, or there is nothing.
+        """
+        n_bytes = self._memory.checkpoint_park_bytes(name, staying)
+        tier = self._tiers.for_bytes(n_bytes)
+        if tier is None or n_bytes == 0:
+            return False
+        try:
+            self._memory.checkpoint_park(name, tier, staying)
+        except OutOfMemory:
+            return False
+        self.counts["marks and prefixes parked"] += 1
+        return True
+
+    def _from_running(self, needy: Sequence | None) -> bool:
+        """Takes the pages of the latest other sequence that holds any."""
+        others = [o for o in reversed(self._active) if o is not needy and o.computed]
+        if any(self.preempt(other) for other in others):
+            return True
+        return self._lose_one([o for o in others if o.status is PARKED])
+
+    def _lose_one(self, candidates: list[Sequence]) -> bool:
+        lost = next((s for s in candidates if not s.edited), None)
+        if lost:
+            self.lose(lost)
+        return lost is not None
+
+    def preempt(self, sequence: Sequence) -> bool:
+        """Takes a running sequence's pages; False when it has to keep them, or has none."""
+        if sequence.status is PARKED:
+            return False
+        n_bytes = self._memory.park_bytes(sequence.id)
+        again = sequence.computed * self._seconds_per_token()
+        parks = sequence.edited or self._tiers.seconds(n_bytes) < again
+        if not (parks and self.park(sequence)):
+            if sequence.edited:
+                return False
+            self.lose(sequence)
+        sequence.preempt()
+        return True
+
+    def park(self, sequence: Sequence, staying: Staying | None = None) -> bool:
+        """Moves a sequence's own pages, or all but those that stay, to a tier.
+
+        False when none takes them, or it has none.
+        """
+        n_bytes = self._memory.park_bytes(sequence.id, staying)
+        tier = self._tiers.for_bytes(n_bytes)
+        if tier is None or n_bytes == 0:
+            return False
+        try:
+            self._memory.park(sequence.id, tier, staying)
+        except OutOfMemory:
+            return False
+        sequence.park()
+        self._prefix.track(sequence)
+        self.counts["parked"] += 1
+        return True
+
+    def bring_back(self, sequence: Sequence) -> bool:
+        """Puts a parked sequence's pages back; False where they cannot be read.
+
+        It is lost then, unless its tokens cannot be computed again.
+        """
+        try:
+            self._memory.unpark(sequence.id)
+        except OutOfMemory:
+            if not sequence.edited:
+                self.lose(sequence)
+            return False
+        if self._memory.seq_pos_max(sequence.id) >= sequence.computed:  # dropped meanwhile
+            self._memory.seq_rm(sequence.id, sequence.computed, -1)
+        sequence.unpark()
+        self._prefix.track(sequence)
+        self.counts["brought back"] += 1
+        return True
+
+    def lose(self, sequence: Sequence) -> None:
+        """Frees everything a sequence holds, here and in a tier: it is computed again."""
+        self._memory.seq_rm(sequence.id, 0, -1)
+        sequence.lose()
+        self._prefix.track(sequence)
+        self.counts["recomputed"] += 1

@@ -1,0 +1,250 @@
+"""Who drives the engine: one thread at a time, and never into the middle of a change.
+
+There is one seat, and whoever waits for something takes it for a turn: it does what others left
+to be done, and one step for everybody. So a single thread drives itself, with no other involved;
+of several, one drives while the others sleep until theirs is done, and all requests are computed
+in one batch. Coroutines cannot sleep so: a thread of the seat's own drives for them, and goes when
+it has had nothing to do for a while.
+
+Why nothing can come between: only the holder of the seat touches engines; it is taken and left
+under `_mutex`; and in the main thread signals are put off from before it is taken until after it
+is left. A wake-up that is lost costs no more than a `NAP`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from quire.engine.signals import SignalsLater
+from quire.engine.waiting import NAP, Call, Steps, Waiter
+from quire.errors import QuireError, RequestError
+
+T = TypeVar("T")
+Ref = weakref.ref[Any]
+_IDLE = 1.0  # seconds after which the seat's own thread ends
+
+
+class Seat:
+    """One for all engines that share a budget."""
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+        self._mutex = threading.Lock()
+        self._driver: int | None = None
+        self._depth = 0
+        self._calls: deque[Call[Any]] = deque()
+        self._later: deque[Callable[[], None]] = deque()
+        self._gone: deque[Ref] = deque()
+        self._endings: dict[Ref, Callable[[], None]] = {}
+        self._waiters: list[Waiter] = []
+        self._guests: list[Waiter] = []  # those that cannot drive themselves
+        self._thread: threading.Thread | None = None
+        self._news = threading.Event()
+        self._dismissed = False
+
+    def check_process(self) -> None:
+        """Refuses to go on in a child of the process that loaded the model."""
+        if os.getpid() != self._process:
+            raise RequestError(
+                "this model was loaded in another process, before a fork: its threads are not "
+                "here; load it in this process, or start it with multiprocessing's 'spawn'"
+            )
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is a child of the process that loaded the model."""
+        return os.getpid() != self._process
+
+    # -- taking and leaving ---------------------------------------------------------------------
+
+    def take(self) -> bool:
+        """Takes the seat if it is free, or mine already; `leave` comes as often."""
+        me = threading.get_ident()
+        with self._mutex:
+            if self._driver is None:
+                self._driver = me
+            elif self._driver != me:
+                return False
+            self._depth += 1
+            return True
+
+    def leave(self) -> None:
+        """Leaves the seat."""
+        with self._mutex:
+            self._depth -= 1
+            if self._depth == 0:
+                self._driver = None
+
+    # -- calls ----------------------------------------------------------------------------------
+
+    def call(self, fn: Callable[[], T]) -> T:
+        """Does something between steps, here or, while somebody else drives, there."""
+        self.check_process()
+        if self._driver == threading.get_ident():
+            return fn()
+        with SignalsLater():
+            if self.take():
+                try:
+                    self.tidy()
+                    return fn()
+                finally:
+                    self.leave()
+                    self._pass_on()
+        return self._called_elsewhere(Call(fn))
+
+    def _called_elsewhere(self, call: Call[T]) -> T:
+        self._calls.append(call)
+        try:
+            while not call.finished():
+                with SignalsLater():
+                    if self.take():  # whoever drove is gone
+                        try:
+                            self.tidy()
+                        finally:
+                            self.leave()
+                            self._pass_on()
+        finally:
+            call.dropped = True
+        return call.result()
+
+    def later(self, action: Callable[[], None]) -> None:
+        """Does something before the next step; nobody waits for it."""
+        self._later.append(action)
+
+    def when_gone(self, handle: object, ending: Callable[[], None]) -> Ref:
+        """Ends something before the next step once nobody holds its handle any more.
+
+        No Python runs when a handle goes: garbage is collected in the middle of steps, and a signal
+        that came there would be lost with what was to be done.
+        """
+        ref = weakref.ref(handle, self._gone.append)
+        self._endings[ref] = ending
+        return ref
+
+    def settled(self, ref: Ref) -> None:
+        """What a handle stands for has ended by itself."""
+        self._endings.pop(ref, None)
+
+    def tidy(self) -> None:
+        """Ends what nobody holds, does what was put off, and what others asked for."""
+        while self._gone:
+            if ending := self._endings.pop(self._gone.popleft(), None):
+                self._later.append(ending)
+        while self._later:
+            with suppress(QuireError):  # nobody is there to hear of it
+                self._later.popleft()()
+        while self._calls:
+            self._calls.popleft().run()
+
+    # -- turns ----------------------------------------------------------------------------------
+
+    def turn(self, steps: Steps) -> bool:
+        """One turn: what others asked for, and a step; False when somebody else drives."""
+        self.check_process()
+        with SignalsLater():
+            if not self.take():
+                return False
+            try:
+                self.tidy()
+                steps.step()
+                if self._waiters or self._guests:
+                    self._serve(steps)
+            finally:
+                self.leave()
+        return True
+
+    def _serve(self, steps: Steps) -> None:
+        """Others wait as well: those of other engines get a step, and who is done wakes up."""
+        waiters = self._waiters + self._guests
+        for other in dict.fromkeys(w.steps for w in waiters if not w.done()):
+            if other is not steps:
+                other.step()
+        for waiter in waiters:
+            if waiter.done():
+                waiter.wake()
+
+    def wait(self, steps: Steps, done: Callable[[], bool]) -> None:
+        """Drives, or sleeps while somebody else does, until it is done."""
+        while not done() and self.turn(steps):
+            pass
+        if done():
+            if self._waiters:
+                self._pass_on()
+            return
+        waiter = Waiter(steps, done)
+        self._waiters.append(waiter)
+        try:
+            while not done():
+                if not self.turn(steps):
+                    waiter.sleep()
+        finally:
+            self._waiters.remove(waiter)
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Somebody who still waits may drive now."""
+        for waiter in self._waiters[:1]:
+            waiter.wake()
+        if self._guests:
+            self._news.set()
+
+    # -- a thread of its own --------------------------------------------------------------------
+
+    def add_guest(self, waiter: Waiter) -> None:
+        """Somebody who cannot drive: the seat's own thread does so until they are done."""
+        self.check_process()
+        self._guests.append(waiter)
+        with self._mutex:
+            self._dismissed = False
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._drive, name="quire", daemon=True)
+                self._thread.start()
+        self._news.set()
+
+    def remove_guest(self, waiter: Waiter) -> None:
+        """They wait no more."""
+        with suppress(ValueError):
+            self._guests.remove(waiter)
+
+    def _drive(self) -> None:
+        while True:
+            guest = next((g for g in list(self._guests) if not g.done()), None)
+            if guest is None:
+                if self._nothing_to_do():
+                    return
+                continue
+            try:
+                if not self.turn(guest.steps):
+                    self._news.wait(NAP)
+                    self._news.clear()
+            except BaseException as error:
+                for one in list(self._guests):
+                    one.fail(error)
+                    self.remove_guest(one)
+
+    def _nothing_to_do(self) -> bool:
+        """Whether the thread has waited for long enough."""
+        for guest in list(self._guests):
+            guest.wake()
+        if self._news.wait(0 if self._dismissed else _IDLE):
+            self._news.clear()
+            return False
+        with self._mutex:
+            if not all(guest.done() for guest in self._guests):
+                return False
+            self._thread = None
+            return True
+
+    def dismiss(self) -> None:
+        """Lets its own thread go as soon as nobody needs it, and waits for that for a while."""
+        self._dismissed = True
+        self._news.set()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_IDLE)

@@ -1,0 +1,53 @@
+"""Signals that come at the wrong moment, put off until it is over."""
+
+from __future__ import annotations
+
+import importlib
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+try:  # the module behind `signal`, whose names for numbers would cost more than all else here
+    _signal: Any = importlib.import_module("_signal")
+except ImportError:
+    _signal = signal
+_SIGNALS = tuple(map(int, (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)))
+_set_handler, _get_handler = _signal.signal, _signal.getsignal
+
+
+class SignalsLater:
+    """A block of the main thread that signals do not interrupt: they come at its end."""
+
+    __slots__ = ("_caught", "_handlers")
+
+    def __enter__(self) -> None:
+        self._handlers: list[tuple[int, Any]] = []
+        self._caught: list[tuple[int, FrameType | None]] = []
+        if threading.current_thread() is threading.main_thread():
+            try:
+                for number in _SIGNALS:
+                    handler: Any = _get_handler(number)
+                    if callable(handler):
+                        _set_handler(number, self._catch)  # raises here what came before
+                        self._handlers.append((number, handler))
+            except BaseException:
+                self._restore()
+                raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        if self._handlers:
+            self._restore()
+            for number, frame in self._caught:
+                handler: Any = _get_handler(number)
+                handler(number, frame)
+
+    def _catch(self, number: int, frame: FrameType | None) -> None:
+        self._caught.append((number, frame))
+
+    def _restore(self) -> None:
+        for number, handler in self._handlers:
+            _set_handler(number, handler)
