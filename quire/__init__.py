@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from quire import errors, speculate
+from quire.api.llm import LLM
+from quire.api.load import load
+from quire.api.report import MemoryReport
+from quire.api.session import Session
+from quire.api.stream import AsyncStream, Stream
 from quire.engine.sequence import Mark
-from quire.llm import LLM, load
-from quire.report import MemoryReport
-from quire.session import Session
-from quire.stream import Stream
 from quire.text.tokenizer import Tokenizer
 from quire.types import (
     Completion,
@@ -25,6 +26,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncStream",
     "Completion",
     "Grammar",
     "Json",

@@ -45,23 +45,44 @@ class LoadConfig:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise RequestError(f"{name} must be a whole number above 0, not {value!r}")
+        for name in ("device", "type_k", "type_v", "activations"):
+            if not isinstance(getattr(self, name), str):
+                raise RequestError(f"{name} is a text, not {getattr(self, name)!r:.80}")
+        for name in ("kv_cache_demand_paged", "swa_full"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} is True or False, not {getattr(self, name)!r:.80}")
+        for name in ("n_gpu_layers", "swap_space", "quantize", "memory_budget"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is bool or not isinstance(value, (int, str))):
+                raise RequestError(f"{name} is a number or a text, not {value!r:.80}")
         if self.threads is not None and self.threads > _MOST_THREADS:
             raise RequestError(f"threads must be at most {_MOST_THREADS}, not {self.threads}")
         for name in ("type_k", "type_v"):
             value = getattr(self, name)
             if value not in KV_TYPES:
                 raise RequestError(f"{name} must be one of {', '.join(KV_TYPES)}, not {value!r}")
-        if self.device not in ("auto", "cpu"):
-            raise RequestError(f"device {self.device!r} is not there; this build runs on 'cpu'")
+        if self.device not in ("auto", "cpu", "reference") and self.gpu is None:
+            raise RequestError(
+                f"device {self.device!r:.80} is not known; there are 'cpu' (which 'auto' is), "
+                "'cuda', 'cuda:1' and so on, and 'reference' (NumPy, slow) to check results"
+            )
         if self.n_gpu_layers not in ("auto", 0):
             raise RequestError(f"n_gpu_layers is {self.n_gpu_layers!r}, but no GPU is used; pass 0")
         if self.activations not in ("int8", "f32"):
             raise RequestError(f"activations must be 'int8' or 'f32', not {self.activations!r}")
+        if self.gpu is not None and self.activations == "f32":
+            raise RequestError("activations='f32' is for the CPU; GPUs compute with 16 bits")
         if self.quantize not in (None, "q8_0", "q4_0"):
             raise RequestError(f"quantize must be 'q8_0', 'q4_0' or None, not {self.quantize!r}")
         size = self.page_tokens
         if type(size) is not int or size < 16 or size % 16:
             raise RequestError(f"page_tokens must be a multiple of 16, not {size!r}")
+
+    @property
+    def gpu(self) -> int | None:
+        """The number of the GPU that is asked for, if one is."""
+        found = re.fullmatch(r"cuda(?::(\d{1,3}))?", self.device)
+        return int(found[1] or 0) if found else None
 
     def budget_bytes(self) -> int:
         """The byte budget: what was asked for, or what is free less a margin."""

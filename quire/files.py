@@ -10,6 +10,8 @@ from errno import EEXIST, EINVAL
 from pathlib import Path
 from typing import BinaryIO
 
+_OPEN_FILES = "/proc/self/fd"
+
 
 def replace_file(path: Path, write: Callable[[BinaryIO], None]) -> None:
     """Writes a file that takes the place of the old one in one moment, once it is on the disk.
@@ -24,16 +26,35 @@ def replace_file(path: Path, write: Callable[[BinaryIO], None]) -> None:
         raise OSError(EEXIST, "something is there that is not a regular file", str(path))
     unfinished = path.with_name(f".quire-{secrets.token_hex(8)}.tmp")
     try:
-        with open(os.open(unfinished, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
+        _write_synced(unfinished, write)
         os.replace(unfinished, path)
     except BaseException:
         with suppress(OSError):
             unfinished.unlink(missing_ok=True)
         raise
     _sync_folder(path.parent)
+
+
+def _write_synced(path: Path, write: Callable[[BinaryIO], None]) -> None:
+    """A new file that is on the disk; where the system can, it has no name until then.
+
+    So a process that is killed while it writes leaves nothing behind.
+    """
+    nameless = getattr(os, "O_TMPFILE", 0) if os.path.isdir(_OPEN_FILES) else 0
+    try:
+        handle = os.open(path.parent, nameless | os.O_RDWR, 0o600) if nameless else -1
+    except OSError:  # not every file system has it
+        handle = -1
+    named = handle < 0
+    if named:
+        handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    with open(handle, "wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+        if not named:
+            # With a folder named, though none is looked at, the system follows the link.
+            os.link(f"{_OPEN_FILES}/{file.fileno()}", path, src_dir_fd=file.fileno())
 
 
 def _sync_folder(folder: Path) -> None:

@@ -1,7 +1,7 @@
 """The words that travel between layers: what is asked for, and what comes back.
 
-Who owns what: a `Request` never changes after it was made; the engine owns the sequences that
-serve it; a `Completion` belongs to the caller.
+Who owns what: the engine owns the sequences that serve a request; a `Completion` belongs to the
+caller.
 """
 
 from __future__ import annotations
@@ -11,12 +11,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 from quire.errors import QuireError, RequestError
-
-if TYPE_CHECKING:
-    from quire.speculate.interface import Speculator
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -75,6 +72,10 @@ class Sampling:
             _check_int("seed", self.seed, 0, 2**64 - 1)
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, 100)
+        if not isinstance(self.ignore_eos, bool):
+            raise RequestError(f"ignore_eos is True or False, not {self.ignore_eos!r:.80}")
+        if not isinstance(self.logit_bias, Mapping):
+            raise RequestError(f"logit_bias has a number by token id, not {self.logit_bias!r:.80}")
         for token, bias in self.logit_bias.items():
             _check_int("a token of logit_bias", token, 0, 2**31 - 1)
             _check(f"logit_bias of token {token}", bias, -1000.0, 1000.0)
@@ -123,19 +124,6 @@ class Grammar:
 
 
 Constraint = Json | Regex | Grammar
-
-
-@dataclass(frozen=True)
-class Request:
-    """Tokens to compute, and how to go on from them."""
-
-    tokens: tuple[int, ...]
-    sampling: Sampling
-    constraint: Constraint | None = None
-    salt: str = ""
-    """Requests share cached prefixes only with those of the same salt."""
-    speculate: Speculator | None = None
-    """Who drafts for it; None: nobody."""
 
 
 @dataclass(frozen=True)

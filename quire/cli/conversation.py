@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import quire
+from quire.api.requests import Speculate
 from quire.errors import QuireError, RequestError
-from quire.llm import Speculate
 from quire.types import Sampling
 
 Message = dict[str, str]

@@ -11,11 +11,11 @@ from typing import Any
 import click
 
 import quire
+from quire.api.requests import Speculate
 from quire.config import KV_TYPES
+from quire.engine.drafter import Speculator
 from quire.errors import FetchError, RequestError
-from quire.llm import Speculate
 from quire.speculate import NAMES, EarlyExit, FirstOf, Ngram, NgramCache
-from quire.speculate.interface import Speculator
 from quire.types import Sampling
 
 _BAR_FROM = 256 * 1024**2  # a smaller file is loaded before a bar could be read
@@ -40,6 +40,8 @@ _MODEL = [
                  help="Alias, .gguf file, folder of safetensors, or hf:owner/repo/file."),
     click.option("-c", "--ctx-size", type=int, help="Tokens of context (the model's own)."),
     click.option("-t", "--threads", type=int, help="Threads that compute (one per core)."),
+    click.option("--device", default="auto", show_default=True,
+                 help="cpu (which auto is), cuda, cuda:1 …, or reference (NumPy, slow)."),
     click.option("--memory-budget", help="Most memory to use, such as 4GiB (what is free)."),
     click.option("--kv-cache-tokens", type=int, help="Most tokens that K and V are kept for."),
     click.option("--kv-cache-demand-paged/--no-kv-cache-demand-paged", default=True,
@@ -97,6 +99,7 @@ def load_from(options: dict[str, Any]) -> quire.LLM:
             options.pop("model"),
             n_ctx=options.pop("ctx_size"),
             threads=options.pop("threads"),
+            device=options.pop("device"),
             memory_budget=options.pop("memory_budget"),
             kv_cache_tokens=options.pop("kv_cache_tokens"),
             kv_cache_demand_paged=options.pop("kv_cache_demand_paged"),

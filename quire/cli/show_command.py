@@ -1,4 +1,4 @@
-"""`quire show`: what a model file holds."""
+"""`quire show`: what a model file holds, and what its model takes."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from typing import Any
 import click
 
 from quire import config
+from quire.api.devices import device_of
 from quire.cli.options import size_options
+from quire.devices.budget import Budget
 from quire.errors import QuireError
-from quire.memory.build import attention_layout
-from quire.memory.layout import GroupSpec
-from quire.memory.state_layout import RecurrentSpec, StateLayout
-from quire.models.extent import Extent, limited
-from quire.models.registry import architectures, declared_groups, open_weights
-from quire.models.settings import check_settings
-from quire.ops.cpu import CpuOps
+from quire.models.active import ActiveSize, truncated
+from quire.models.registry import architectures, open_weights
+from quire.ops import Ops
+from quire.placement.blueprint import Blueprint, GroupBytes
 from quire.text.hf import chat_template
 from quire.weights import pull
 from quire.weights.file import WeightFile
@@ -40,7 +39,7 @@ def command(
         moe_n_expert=moe_n_expert, n_layer_exit=n_layer_exit,
     )  # fmt: skip
     with open_weights(pull.resolve(model, config.cache_folder())) as file:
-        seen = limited(file, n_layer_exit, moe_n_expert) if n_layer_exit or moe_n_expert else file
+        seen = truncated(file, n_layer_exit, moe_n_expert)
         facts = _facts(seen, settings)
         if tensors:
             facts["tensors"] = {
@@ -71,30 +70,19 @@ def _plain(value: Any) -> str:
     return text if text.isprintable() else quote(text)
 
 
-def _memory(
-    file: WeightFile, ops: CpuOps, settings: config.LoadConfig
-) -> dict[str, dict[str, Any]] | str:
-    """What a sequence takes in each group, by the layouts that memory is made with."""
+def _told(file: WeightFile, ops: Ops, settings: config.LoadConfig) -> dict[str, Any]:
+    """What the model takes: its weights once loaded, and a sequence in each group of memory."""
     try:
-        groups = declared_groups(file, ops)
-        check_settings(file.path, groups, settings)
+        blueprint = Blueprint.read(file, ops, settings)
+        memory = {name: _group(group) for name, group in blueprint.memory.items()}
     except QuireError as error:  # what else the file holds is still worth telling
-        return f"cannot be told: {str(error).splitlines()[0]}"
-    return {group.name: _group(group, settings) for group in groups}
+        return {"memory": f"cannot be told: {str(error).splitlines()[0]}"}
+    return {"loaded_bytes": blueprint.weight_bytes, "memory": memory}
 
 
-def _group(group: GroupSpec | RecurrentSpec, settings: config.LoadConfig) -> dict[str, Any]:
-    facts: dict[str, Any] = {"kind": group.kind, "layers": len(group.layers)}
-    if group.kind == "recurrent":
-        state = StateLayout(group)
-        sizes = {"state_bytes": state.state_page_bytes, "log_bytes": state.log_page_bytes}
-        return facts | {"bytes_per_sequence": sum(sizes.values()), **sizes}
-    layout = attention_layout(group, settings)
-    facts["bytes_per_token"] = layout.bytes_per_token
-    if not group.window:
-        return facts
-    most = layout.pages_for(group.window + layout.page_tokens) * layout.page_bytes
-    return facts | {"window": group.window, "bytes_per_sequence": most}
+def _group(group: GroupBytes) -> dict[str, Any]:
+    """Only what there is of a group's kind."""
+    return {name: value for name, value in vars(group).items() if value}
 
 
 def _scalar(value: Any) -> Any:
@@ -104,7 +92,7 @@ def _scalar(value: Any) -> Any:
 
 def _facts(file: WeightFile, settings: config.LoadConfig) -> dict[str, Any]:
     arch = file.get_str("general.architecture")
-    ops = CpuOps(settings.thread_count())
+    ops = device_of(settings, Budget(1)).ops  # nothing is taken of it
     formats: Counter[str] = Counter()
     parameters = 0
     for info in file.tensors.values():
@@ -123,14 +111,14 @@ def _facts(file: WeightFile, settings: config.LoadConfig) -> dict[str, Any]:
         "bytes": sum(formats.values()),
         "architecture": arch if arch in architectures() else f"{arch} (not known to Quire)",
         "parameters": parameters,
-        "layers": Extent.of(file).layers if f"{arch}.block_count" in file.metadata else 0,
+        "layers": ActiveSize.of(file).layers if f"{arch}.block_count" in file.metadata else 0,
         "experts": {
             "count": file.get_int(f"{arch}.expert_count", default=0),
             "used": file.get_int(f"{arch}.expert_used_count", default=0),
         },
         "formats": ", ".join(f"{n} {b / 1e6:.1f} MB" for n, b in formats.most_common()),
         "chat_template": _has_template(file),
-        "memory": _memory(file, ops, settings),
+        **_told(file, ops, settings),
         "kernels": ops.name,
         "metadata": small,
     }

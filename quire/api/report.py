@@ -6,22 +6,26 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from quire.config import process_memory
-from quire.engine.engine import Engine
-from quire.memory.budget import Budget
+from quire.devices.budget import Budget
+from quire.engine.loop import Loop
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 
 class MemoryReport:
-    """A look at memory as it is now; prints as tables."""
+    """A look at memory as it is at that moment; prints as tables."""
 
-    def __init__(self, engine: Engine, budget: Budget) -> None:
-        self._engine = engine
+    def __init__(self, loop: Loop, budget: Budget) -> None:
+        self._loop = loop
+        self._engine = loop.engine
         self._budget = budget
 
     def as_dict(self) -> dict[str, Any]:
         """Bytes by use, the budget, each group's figures, and what was done to make room."""
+        return self._loop.call(self._as_dict)
+
+    def _as_dict(self) -> dict[str, Any]:
         engine = self._engine
         return {
             "budget_bytes": self._budget.limit,
@@ -29,9 +33,9 @@ class MemoryReport:
             "compute_bytes": engine.ops.compute_bytes,
             "process_bytes": process_memory(),
             "breakdown": self._budget.breakdown,
-            "uses": self.uses,
+            "uses": self._uses(),
             "stats": self._groups(),
-            "checkpoints": self.checkpoints,
+            "checkpoints": self._checkpoints(),
             "prefix": engine.prefix.index.stats(),
             "tiers": engine.tiers.as_dict(),
             "preemption": dict(engine.room.counts),
@@ -40,24 +44,19 @@ class MemoryReport:
     def _groups(self) -> dict[str, dict[str, Any]]:
         """Figures by group, with the pages that cached prefixes hold."""
         memory, index = self._engine.memory, self._engine.prefix.index
-        cached = memory.checkpoint_pages(index.names)
         pinned = memory.checkpoint_pages(index.pinned_names)
-        return {
-            name: {**figures, "pages_cached": cached[name], "pages_pinned": pinned[name]}
-            for name, figures in memory.stats().items()
-        }
+        stats = memory.stats().items()
+        return {name: {**figures, "pages_pinned": pinned[name]} for name, figures in stats}
 
     @property
     def uses(self) -> dict[str, int]:
         """Bytes by what they are held for; together they are what the process holds."""
-        cached = self._engine.prefix.index.names
+        return self._loop.call(self._uses)
+
+    def _uses(self) -> dict[str, int]:
         sizes: Counter[str] = Counter(weights=self._budget.breakdown.get("weights", 0))
         for parts in self._engine.memory.memory_breakdown().values():
-            for use, size in parts.items():
-                pool, _, part = use.partition(": ")
-                if part.removeprefix("checkpoint ") in cached or part == "several checkpoints":
-                    part = "cached prefixes and checkpoints together"
-                sizes[f"{pool}: {part}"] += size
+            sizes.update(parts)
         for use, size in self._budget.breakdown.items():
             if ": " in use:  # of a model beside this one, under its name
                 sizes[use] += size
@@ -69,6 +68,9 @@ class MemoryReport:
     @property
     def checkpoints(self) -> dict[str, Any]:
         """How many there are, and how long saving, restoring and deleting one took."""
+        return self._loop.call(self._checkpoints)
+
+    def _checkpoints(self) -> dict[str, Any]:
         saved = self._engine.memory.checkpoints
         cached = self._engine.prefix.index.names
         return {
@@ -82,7 +84,7 @@ class MemoryReport:
 
     def audit(self) -> None:
         """Raises where the books of memory do not balance."""
-        self._engine.memory.audit()
+        self._loop.call(self._engine.memory.audit)
 
     def __str__(self) -> str:
         from rich.console import Console

@@ -1,0 +1,85 @@
+"""What callers pass, checked where it comes in: an odd value is told by its name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from quire.errors import RequestError
+from quire.types import Constraint, Grammar, Json, Regex, Sampling, SamplingFields
+
+
+def check_salt(salt: str) -> str:
+    """A tenant's salt, if it is one."""
+    if not isinstance(salt, str):
+        raise RequestError(f"cache_salt is a text, not {salt!r:.80}")
+    return salt
+
+
+def sampling_of(sampling: Sampling | None, fields: SamplingFields) -> Sampling:
+    """How tokens are chosen: as configured, with these fields instead."""
+    if sampling is None:
+        sampling = Sampling()
+    if not isinstance(sampling, Sampling):
+        raise RequestError(f"sampling is a quire.Sampling, not {sampling!r:.80}")
+    return sampling.replace(**fields)
+
+
+def constraint_of(constraint: Constraint | None) -> Constraint | None:
+    """A constraint, if it is one."""
+    if constraint is None or isinstance(constraint, (Json, Regex, Grammar)):
+        return constraint
+    raise RequestError(
+        f"constraint is a quire.Json, quire.Regex or quire.Grammar, not {constraint!r:.80}"
+    )
+
+
+def stops_of(stop: object) -> list[str]:
+    """Stop strings: one text, or several."""
+    several = isinstance(stop, Iterable) and not isinstance(stop, str)
+    found: list[Any] = list(stop) if several and isinstance(stop, Iterable) else [stop]
+    if not all(isinstance(one, str) for one in found):
+        raise RequestError(f"stop is a text or a list of texts, not {stop!r:.80}")
+    return found
+
+
+def messages_of(messages: object) -> list[dict[str, Any]]:
+    """The messages of a conversation."""
+    several = isinstance(messages, Iterable) and not isinstance(messages, (str, bytes, Mapping))
+    found: list[Any] = list(messages) if several and isinstance(messages, Iterable) else [0]
+    if not all(isinstance(message, Mapping) for message in found):
+        raise RequestError(
+            "a conversation is a list of messages, each with a role and a content, not "
+            f"{messages!r:.80}"
+        )
+    return [dict(message) for message in found]
+
+
+def path_of(path: str | os.PathLike[str]) -> Path:
+    """The path of a session file."""
+    try:
+        found = os.fspath(path)
+        if isinstance(found, str):
+            os.fsencode(found)
+            return Path(found)
+    except (TypeError, ValueError):
+        pass
+    raise RequestError(f"a session is saved under a path that a file can have, not {path!r:.80}")
+
+
+def check_span(start: object, stop: object, n: int) -> None:
+    """Refuses what is no part of so many tokens, or all of them."""
+    if not (isinstance(start, int) and isinstance(stop, int)):
+        raise RequestError(f"remove takes two whole numbers, not {start!r:.40} and {stop!r:.40}")
+    if not 0 <= start < stop <= n or stop - start == n:
+        raise RequestError(f"remove takes a part of the {n} tokens, not {start} to {stop}")
+
+
+def check_pin(pin: object, ttl_s: object) -> None:
+    """Refuses a pin that is neither on nor off, and a time that is none."""
+    if not isinstance(pin, bool):
+        raise RequestError(f"pin is True or False, not {pin!r:.80}")
+    if ttl_s is not None and (not isinstance(ttl_s, (int, float)) or isinstance(ttl_s, bool)):
+        raise RequestError(f"ttl_s is a number of seconds, not {ttl_s!r:.80}")

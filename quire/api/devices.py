@@ -1,0 +1,38 @@
+"""Which device a model runs on, and how many of its bytes it may take."""
+
+from __future__ import annotations
+
+from quire.config import LoadConfig
+from quire.devices.budget import Budget
+from quire.devices.device import Device
+from quire.errors import RequestError
+from quire.ops import Refused
+
+
+def budget_of(settings: LoadConfig) -> Budget:
+    """The byte budget: what was asked for, or what the device has free, less a margin."""
+    if settings.gpu is not None and settings.memory_budget is None:
+        from quire.devices.cuda import default_budget
+
+        return Budget(default_budget(settings.gpu))
+    return Budget(settings.budget_bytes())
+
+
+def device_of(settings: LoadConfig, budget: Budget) -> Device:
+    """The device that the settings ask for; only what it needs is imported."""
+    if settings.gpu is not None:
+        from quire.devices.cuda import CudaDevice
+
+        return CudaDevice(budget, index=settings.gpu)
+    if settings.device == "reference":
+        from quire.devices.reference import ReferenceDevice
+
+        return ReferenceDevice(budget)
+    from quire.devices.host import HostDevice
+    from quire.ops.cpu import CpuOps
+
+    try:
+        ops = CpuOps(settings.thread_count(), exact=settings.activations == "f32")
+    except Refused as error:
+        raise RequestError(f"threads={settings.thread_count()}: {error}; pass fewer") from error
+    return HostDevice(budget, ops)

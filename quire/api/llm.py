@@ -1,0 +1,247 @@
+"""The Python API: a loaded model, and sessions on it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, Unpack, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire import config
+from quire.api.arguments import check_salt, path_of
+from quire.api.devices import device_of
+from quire.api.report import MemoryReport
+from quire.api.requests import Requests, Speculate
+from quire.api.session import Session
+from quire.api.stream import AsyncStream, Stream, end_soon, off_the_loop
+from quire.api.texts import Prompt, is_batch, tokenizer_of
+from quire.devices.budget import Budget
+from quire.engine.constrain import Constrainer
+from quire.engine.engine import Engine
+from quire.engine.loop import Job, Loop
+from quire.engine.prefix_cache import PrefixCache
+from quire.engine.runner import Runner
+from quire.engine.session_file import open_session
+from quire.memory.build import build_memory, longest_sequence
+from quire.memory.memory import Memory
+from quire.memory.prefix.index import PrefixIndex
+from quire.memory.tiers.tiers import DiskTier, Tiers
+from quire.models.loader import ProgressFn
+from quire.models.registry import architecture_of, open_weights
+from quire.placement.blueprint import Blueprint
+from quire.types import Completion, Constraint, Sampling, SamplingFields
+
+
+class LLM(Requests):
+    """A loaded model. Made by `quire.load`; a context manager that gives everything back.
+
+    Any number of threads and event loops may use it: their requests are computed in one batch.
+    """
+
+    def __init__(
+        self, path: Path, settings: config.LoadConfig, budget: Budget,
+        progress: ProgressFn | None = None, beside: LLM | None = None,
+    ) -> None:  # fmt: skip
+        started = time.perf_counter()
+        self.settings = settings
+        self.budget = budget
+        self.device = device_of(settings, budget)
+        self.ops = self.device.ops
+        with ExitStack() as failed:  # what was taken goes back if the load does not come to its end
+            with open_weights(path) as file:
+                self.architecture = architecture_of(file)
+                super().__init__(tokenizer_of(file), path)
+                blueprint = Blueprint.read(file, self.ops, settings)
+                self.active = blueprint.active
+                blueprint.raise_errors()
+                self.budget.reserve(blueprint.weight_bytes, "weights")  # before any is loaded
+                failed.callback(self.budget.release, blueprint.weight_bytes, "weights")
+                self.model = blueprint.load(progress)
+                self.fingerprint = blueprint.fingerprint()
+                """Which weights these are, as loaded; files of sessions only go with the same."""
+            memory = build_memory(self.model.groups, self.device, settings, self.model.kernels)
+            failed.callback(memory.close)
+            room = longest_sequence(self.model.groups, self.budget.free, settings)
+            self.n_ctx = settings.n_ctx or min(self.model.n_ctx_train, room)
+            self.engine = self._engine(memory)
+            failed.pop_all()
+        self.loop = Loop(self.engine, beside.loop.seat if beside else None)
+        self.load_s = time.perf_counter() - started
+
+    def _engine(self, memory: Memory) -> Engine:
+        size, tokenizer = self.settings.page_tokens, self.tokenizer
+        prefix = PrefixCache(PrefixIndex(memory, size, str(self.path), size), self.budget)
+        runner = Runner(self.model, self.device)
+        tiers = Tiers(DiskTier(config.cache_folder(), self.settings.swap_bytes()))
+        constrainer = Constrainer(tokenizer)
+        return Engine(runner, memory, prefix, tiers, self.n_ctx, constrainer, tokenizer.eog_ids)
+
+    def logits(self, ids: Seq[int]) -> NDArray[np.float32]:
+        """Logits after each of these tokens, [len(ids), n_vocab], in one pass."""
+        ids = self.tokens_of(ids)
+        self.engine.check_tokens(0, ids)
+        out = np.empty((len(ids), self.model.n_vocab), np.float32)
+        with self.session() as scratch:
+            step = self.engine.scheduler.max_tokens
+            for at in range(0, len(ids), step):
+                read = partial(self.engine.read, scratch.sequence, ids[at : at + step])
+                out[at : at + step] = self.loop.call(read)
+        return out
+
+    @overload
+    def generate(
+        self, prompt: str, sampling: Sampling | None = None, *, speculate: Speculate = None,
+        stop: str | Seq[str] = (), constraint: Constraint | None = None,
+        cache_salt: str = "",
+        **fields: Unpack[SamplingFields],
+    ) -> Completion: ...  # fmt: skip
+
+    @overload
+    def generate(
+        self, prompt: Seq[int] | Seq[Prompt], sampling: Sampling | None = None, *,
+        speculate: Speculate = None, stop: str | Seq[str] = (),
+        constraint: Constraint | None = None, cache_salt: str = "",
+        **fields: Unpack[SamplingFields],
+    ) -> Any: ...  # fmt: skip
+
+    def generate(
+        self, prompt: Prompt | Seq[Prompt], sampling: Sampling | None = None, *,
+        speculate: Speculate = None, stop: str | Seq[str] = (),
+        constraint: Constraint | None = None, cache_salt: str = "",
+        **fields: Unpack[SamplingFields],
+    ) -> Any:  # fmt: skip
+        """Continues a prompt, or several at once; a list of prompts gives a list of completions."""
+        starts = self.starts(prompt, sampling, speculate, stop, constraint, cache_salt, fields)
+        jobs: list[Job] = []
+        try:
+            for start in starts:
+                jobs.append(start())
+            for job in jobs:
+                self.loop.wait(job)
+            completions = [self.completion(job) for job in jobs]
+        finally:
+            for job in jobs:
+                self.end(job)
+        return completions if is_batch(prompt) else completions[0]
+
+    async def agenerate(
+        self, prompt: Prompt | Seq[Prompt], sampling: Sampling | None = None, *,
+        speculate: Speculate = None, stop: str | Seq[str] = (),
+        constraint: Constraint | None = None, cache_salt: str = "",
+        **fields: Unpack[SamplingFields],
+    ) -> Any:  # fmt: skip
+        """`generate` for coroutines; cancelling the task gives its pages back."""
+        starts = self.starts(prompt, sampling, speculate, stop, constraint, cache_salt, fields)
+        jobs: list[Job] = []
+        try:
+            for start in starts:
+                jobs.append(await off_the_loop(start))
+            for job in jobs:
+                await self.done(job)
+            completions = [self.completion(job) for job in jobs]
+        finally:
+            for job in jobs:
+                end_soon(job)
+        return completions if is_batch(prompt) else completions[0]
+
+    def stream(
+        self, prompt: Prompt, sampling: Sampling | None = None, *, speculate: Speculate = None,
+        stop: str | Seq[str] = (), constraint: Constraint | None = None,
+        cache_salt: str = "",
+        **fields: Unpack[SamplingFields],
+    ) -> Stream:  # fmt: skip
+        """Continues a prompt piece by piece; its `completion` is there once it is used up."""
+        (start,) = self.starts([prompt], sampling, speculate, stop, constraint, cache_salt, fields)
+        return Stream(start(), self.completion)
+
+    def astream(
+        self, prompt: Prompt, sampling: Sampling | None = None, *, speculate: Speculate = None,
+        stop: str | Seq[str] = (), constraint: Constraint | None = None, cache_salt: str = "",
+        **fields: Unpack[SamplingFields],
+    ) -> AsyncStream:  # fmt: skip
+        """`stream` for `async for`; leaving it early gives its pages back."""
+        (start,) = self.starts([prompt], sampling, speculate, stop, constraint, cache_salt, fields)
+        return AsyncStream(start, self.completion)
+
+    def chat(
+        self, messages: Seq[Mapping[str, Any]], sampling: Sampling | None = None, *,
+        speculate: Speculate = None, stop: str | Seq[str] = (),
+        constraint: Constraint | None = None, cache_salt: str = "",
+        **fields: Unpack[SamplingFields],
+    ) -> Completion:  # fmt: skip
+        """The model's next turn in a conversation."""
+        completion: Completion = self.generate(
+            self.chat_tokens(messages), sampling, speculate=speculate, stop=stop,
+            constraint=constraint, cache_salt=cache_salt, **fields,
+        )  # fmt: skip
+        return completion
+
+    async def achat(
+        self, messages: Seq[Mapping[str, Any]], sampling: Sampling | None = None, *,
+        speculate: Speculate = None, stop: str | Seq[str] = (),
+        constraint: Constraint | None = None, cache_salt: str = "",
+        **fields: Unpack[SamplingFields],
+    ) -> Completion:  # fmt: skip
+        """`chat` for coroutines."""
+        from asyncio import to_thread
+
+        completion: Completion = await self.agenerate(
+            await to_thread(self.chat_tokens, messages), sampling, speculate=speculate, stop=stop,
+            constraint=constraint, cache_salt=cache_salt, **fields,
+        )  # fmt: skip
+        return completion
+
+    def session(self, cache_salt: str = "") -> Session:
+        """An empty session: a context to append to, fork, rewind and generate from."""
+        salt = check_salt(cache_salt)
+        return self.loop.call(lambda: Session(self, self.engine.new_sequence(salt)))
+
+    def open(
+        self, path: str | os.PathLike[str], *, share: bool = False, strict: bool = False
+    ) -> Session:
+        """A session as it was saved: it goes on with the same bits, and computes nothing again.
+
+        Its pages serve no other request unless you trust the file so far (`share`). If it was
+        computed with other arithmetic (other instructions, another device), `session.exact` is
+        False, and other bits may follow; `strict` refuses it instead.
+        """
+        read = partial(open_session, path_of(path), self.engine, self.fingerprint, share, strict)
+        return self.loop.call(lambda: Session(self, *read()))
+
+    @property
+    def memory(self) -> MemoryReport:
+        """What memory holds now; prints as a table."""
+        return MemoryReport(self.loop, self.budget)
+
+    def forget(self, salt: str | None = None) -> None:
+        """Drops cached prefixes: all of them, or those of one salt."""
+        kept = None if salt is None else check_salt(salt)
+        self.loop.call(lambda: self.engine.prefix.index.forget(kept))
+
+    def close(self) -> None:
+        """Ends what runs, closes sessions and gives everything back; once is enough.
+
+        Whoever waits for something gets an error. In a child of the process that loaded the model
+        there is nothing to give back.
+        """
+        if not self.loop.seat.forked:
+            self.loop.call(self._close)
+            self.loop.seat.dismiss()
+
+    def _close(self) -> None:
+        if not self.engine.closed:
+            self.loop.close()
+            self.budget.release(self.model.weight_bytes, "weights")
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

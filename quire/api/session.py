@@ -1,0 +1,313 @@
+"""Sessions: contexts that are appended to, branched and rewound."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from contextlib import suppress
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.api.arguments import check_pin, check_span, constraint_of, path_of, sampling_of
+from quire.api.ending import Ending
+from quire.api.stream import AsyncStream, Stream, end_soon, off_the_loop
+from quire.engine.engine import Engine
+from quire.engine.history import WayBack
+from quire.engine.loop import Job, Loop, Work
+from quire.engine.request import Request
+from quire.engine.sequence import Mark, Sequence
+from quire.engine.session_file import save_session
+from quire.errors import QuireError, RequestError
+from quire.types import Completion, Constraint, Sampling, SamplingFields
+
+if TYPE_CHECKING:
+    from quire.api.llm import LLM
+    from quire.api.requests import Speculate
+
+T = TypeVar("T")
+
+
+class Session:
+    """A context that lives until it is closed; also a context manager.
+
+    Any thread may use it. What several do at once happens one after the other, or is refused while
+    something runs on it.
+    """
+
+    def __init__(
+        self, llm: LLM, sequence: Sequence, marks: Mapping[str, Mark] | None = None,
+        notes: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        self._llm = llm
+        self._loop: Loop = llm.loop
+        self._engine: Engine = llm.engine
+        self._sequence = sequence
+        self._marks: dict[str, Mark] = dict(marks or {})
+        self.notes: dict[str, Any] = dict(notes or {})
+        """Whatever a program wants to find again in a saved session; plain JSON."""
+        self._open = True
+        self._end = Ending(llm.loop, sequence, self._marks)
+        llm.loop.seat.when_gone(self, self._end)
+
+    @property
+    def sequence(self) -> Sequence:
+        """What the engine knows it as."""
+        return self._live()
+
+    @property
+    def tokens(self) -> list[int]:
+        """Everything appended and generated so far."""
+        return self._loop.call(lambda: self._live().tokens[:])
+
+    @property
+    def exact(self) -> bool:
+        """Whether all of it was computed with this model's arithmetic, and so has its bits."""
+        return self._live().exact
+
+    @property
+    def position(self) -> int:
+        """Where the next token goes."""
+        return self._live().length
+
+    def append(self, prompt: str | Seq[int]) -> Session:
+        """Adds text or token ids and computes them now."""
+        tokens = self._llm.tokens_of(prompt, self._live().length)
+        work, way_back = self._loop.call(lambda: self._append(tokens))
+        try:
+            self._loop.finish(work)
+        except BaseException:
+            self._loop.call(work.undo)
+            raise
+        self._loop.call(way_back.drop)
+        return self
+
+    def _append(self, tokens: Seq[int]) -> tuple[Work, WayBack]:
+        sequence, engine = self._resting(), self._engine
+        way_back = engine.history.way_back(sequence)
+
+        def undo() -> None:
+            if engine.closed:
+                return
+            if self._open:
+                engine.stop(sequence)
+                with suppress(QuireError):  # what made it fail is the better error
+                    way_back.go()
+            way_back.drop()
+
+        try:
+            engine.append(sequence, tokens)
+            return self._loop.compute(sequence, undo), way_back
+        except BaseException:
+            undo()
+            raise
+
+    def generate(
+        self, sampling: Sampling | None = None, *, speculate: Speculate = None,
+        stop: str | Seq[str] = (), constraint: Constraint | None = None,
+        **fields: Unpack[SamplingFields],
+    ) -> Completion:  # fmt: skip
+        """Goes on from here; what it makes becomes part of the session."""
+        job = self._start(sampling, speculate, stop, constraint, fields)
+        try:
+            self._loop.wait(job)
+        finally:
+            self._llm.end(job)
+        return self._llm.completion(job)
+
+    async def agenerate(
+        self, sampling: Sampling | None = None, *, speculate: Speculate = None,
+        stop: str | Seq[str] = (), constraint: Constraint | None = None,
+        **fields: Unpack[SamplingFields],
+    ) -> Completion:  # fmt: skip
+        """`generate` for coroutines; a task that is cancelled leaves what came until then."""
+        job = await off_the_loop(lambda: self._start(sampling, speculate, stop, constraint, fields))
+        try:
+            await self._llm.done(job)
+        finally:
+            end_soon(job)
+        return self._llm.completion(job)
+
+    def stream(
+        self, sampling: Sampling | None = None, *, speculate: Speculate = None,
+        stop: str | Seq[str] = (), constraint: Constraint | None = None,
+        **fields: Unpack[SamplingFields],
+    ) -> Stream:  # fmt: skip
+        """`generate` piece by piece; what came until it is closed stays part of the session."""
+        job = self._start(sampling, speculate, stop, constraint, fields)
+        return Stream(job, self._llm.completion, self)
+
+    def astream(
+        self, sampling: Sampling | None = None, *, speculate: Speculate = None,
+        stop: str | Seq[str] = (), constraint: Constraint | None = None,
+        **fields: Unpack[SamplingFields],
+    ) -> AsyncStream:  # fmt: skip
+        """`stream` for `async for`."""
+        return AsyncStream(
+            lambda: self._start(sampling, speculate, stop, constraint, fields),
+            self._llm.completion, self,
+        )  # fmt: skip
+
+    def _start(
+        self, sampling: Sampling | None, speculate: Speculate, stop: str | Seq[str],
+        constraint: Constraint | None, fields: SamplingFields,
+    ) -> Job:  # fmt: skip
+        self._live()
+        chosen, speculator = sampling_of(sampling, fields), self._llm.speculator(speculate)
+        request = Request((), chosen, constraint_of(constraint), speculate=speculator)
+        return self._llm.start(request, stop, self._live)
+
+    def logits(self) -> NDArray[np.float32]:
+        """Logits after the last token."""
+
+        def known(sequence: Sequence) -> NDArray[np.float32] | Work:
+            if not sequence.length:
+                raise RequestError("an empty session has no logits; append something first")
+            if sequence.logits is None:
+                self._engine.history.want_logits(sequence)
+                return self._loop.compute(sequence)
+            return sequence.logits.copy()
+
+        return self._computed(known)
+
+    def fork(self) -> Session:
+        """A second session with the same past; the two share every page."""
+        notes = deepcopy(self.notes)
+        return self._loop.call(
+            lambda: Session(self._llm, self._engine.fork(self._live()), notes=notes)
+        )
+
+    @property
+    def marks(self) -> dict[str, Mark]:
+        """The marks made in this session, by name."""
+        return dict(self._marks)
+
+    def checkpoint(self, name: str | None = None) -> Mark:
+        """A mark of this place, under a name of this session; moves no bytes."""
+        return self._loop.call(lambda: self._mark(name))
+
+    def _mark(self, name: str | None) -> Mark:
+        if name is None:
+            number = len(self._marks) + 1  # free, unless some were dropped or named so
+            while f"mark-{number}" in self._marks:
+                number += 1
+            name = f"mark-{number}"
+        elif not isinstance(name, str) or not name or name in self._marks:
+            raise RequestError(f"a mark needs a name that this session has not yet, not {name!r}")
+        self._marks[name] = mark = self._engine.history.mark(self._live(), name)
+        return mark
+
+    def drop(self, mark: Mark) -> Session:
+        """Gives up a mark made in this session, and the pages that only it holds."""
+
+        def drop() -> None:
+            self._live()
+            if not isinstance(mark, Mark):
+                raise RequestError(f"drop takes a mark of this session, not {mark!r:.80}")
+            if self._marks.get(mark.name) is not mark:
+                raise RequestError(
+                    f"mark {mark.name!r} is none of this session; it has {[*self._marks]}"
+                )
+            self._engine.memory.checkpoint_delete(self._marks.pop(mark.name).checkpoint)
+
+        self._loop.call(drop)
+        return self
+
+    def rewind(self, to: Mark | int) -> Session:
+        """Back to a mark, or by a negative number of tokens."""
+        self._loop.call(lambda: self._rewind(to))
+        return self
+
+    def _rewind(self, to: Mark | int) -> None:
+        sequence, history = self._resting(), self._engine.history
+        n = sequence.length
+        if isinstance(to, Mark):
+            history.restore(sequence, to)
+        elif isinstance(to, int) and -n <= to < 0:
+            history.truncate(sequence, n + to, self._marks.values())
+        else:
+            raise RequestError(f"rewind takes a mark, or -1 to -{n} tokens here, not {to!r}")
+
+    def keep(self, pin: bool = False, ttl_s: float | None = None) -> Session:
+        """Keeps this place for whatever begins the same; pinned, until ttl_s seconds are over.
+
+        Prompts that are used again and again, and places in them that others branch off from.
+        """
+
+        check_pin(pin, ttl_s)
+
+        def keep(sequence: Sequence) -> None:
+            if not sequence.length or sequence.edited:
+                raise RequestError("there is nothing to keep: no tokens, or some were taken out")
+            if not sequence.shared:
+                raise RequestError(
+                    "this session came from a file, and its pages serve no other request; open it "
+                    "with share=True if you trust the file so far"
+                )
+            self._engine.prefix.keep(sequence, pin, ttl_s)
+
+        self._computed(keep)
+        return self
+
+    def remove(self, start: int, stop: int) -> Session:
+        """Takes tokens out of the middle; the rest moves up and is not computed again.
+
+        What comes later keeps what it saw of them; only the last token is computed anew, for its
+        logits. It frees room in a context that is full.
+        """
+
+        def remove(sequence: Sequence) -> None:
+            check_span(start, stop, sequence.length)
+            self._engine.history.remove(sequence, start, stop)
+
+        self._computed(remove)
+        return self
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes all of it to a file, marks too; `llm.open` goes on from it without computing."""
+        model, where = self._llm.fingerprint, path_of(path)
+        self._loop.call(
+            lambda: save_session(where, self._engine, model, self._live(), self._marks, self.notes)
+        )
+
+    def close(self) -> None:
+        """Gives its pages back; marks made in it go too."""
+        if self._open:
+            self._open = False
+            if not self._loop.seat.forked:
+                self._loop.call(self._end)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _live(self) -> Sequence:
+        if not self._open:
+            raise RequestError("this session is closed; open another with llm.session()")
+        self._engine.check_open()
+        return self._sequence
+
+    def _resting(self) -> Sequence:
+        """The sequence, while nothing runs on it."""
+        self._loop.check_idle(self._live())
+        return self._sequence
+
+    def _computed(self, ready: Callable[[Sequence], T | Work]) -> T:
+        """Does something as soon as everything appended is in memory; work may come of it first."""
+
+        def attempt() -> T | Work:
+            sequence = self._resting()
+            self._engine.ensure_resident(sequence)
+            return self._loop.compute(sequence) if sequence.pending else ready(sequence)
+
+        while isinstance(found := self._loop.call(attempt), Work):
+            self._loop.finish(found)
+        return found
+
+    def __repr__(self) -> str:
+        return f"<Session {f'{self._sequence.length} tokens' if self._open else 'closed'}>"

@@ -1,0 +1,126 @@
+"""A generation on its way: text as it comes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import TYPE_CHECKING
+
+from quire.engine.loop import Job
+from quire.errors import RequestError
+from quire.types import Completion
+
+if TYPE_CHECKING:
+    from asyncio import Task
+
+    from quire.api.session import Session
+
+Complete = Callable[[Job], Completion]
+"""Makes a whole of what a job has come to; raises what made it fail."""
+
+
+class Stream:
+    """An iterator over pieces of text as they come; closing it early gives its pages back."""
+
+    def __init__(self, job: Job, complete: Complete, session: Session | None = None) -> None:
+        self._job = job
+        self._complete = complete
+        self._session = session  # lives as long as its stream does
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        job = self._job
+        while not (piece := job.take()):
+            if job.done and not job.has_text:
+                if job.error:
+                    raise job.error
+                raise StopIteration
+            try:
+                job.loop.wait(job, lambda: job.has_news)
+            except BaseException:
+                self.close()
+                raise
+        return piece
+
+    @property
+    def completion(self) -> Completion:
+        """What has come so far, as a whole."""
+        return self._complete(self._job)
+
+    def close(self) -> None:
+        """Ends the generation."""
+        job = self._job
+        if not job.done:
+            job.loop.call(lambda: job.loop.end(job))
+
+
+class AsyncStream:
+    """The same for `async for`; the request begins with the first piece that is asked for."""
+
+    def __init__(
+        self, start: Callable[[], Job], complete: Complete, session: Session | None = None
+    ) -> None:
+        self._start = start
+        self._complete = complete
+        self._session = session
+        self._job: Job | None = None
+        self._closed = False
+
+    def __aiter__(self) -> AsyncIterator[str]:
+        return self
+
+    async def __anext__(self) -> str:
+        if self._closed:
+            raise StopAsyncIteration
+        if self._job is None:
+            self._job = await off_the_loop(self._start)
+        job = self._job
+        try:
+            while not (piece := job.take()):
+                if job.done and not job.has_text:
+                    if job.error:
+                        raise job.error
+                    raise StopAsyncIteration
+                await job.loop.wait_async(job)
+        except BaseException:
+            await self.aclose()
+            raise
+        return piece
+
+    @property
+    def completion(self) -> Completion:
+        """What has come so far, as a whole."""
+        if self._job is None:
+            raise RequestError("the stream has not begun; read from it first")
+        return self._complete(self._job)
+
+    async def aclose(self) -> None:
+        """Ends the generation; its pages are given back before the next step."""
+        self._closed = True
+        end_soon(self._job)
+
+
+def end_soon(job: Job | None) -> None:
+    """Ends a job without waiting for it."""
+    if job is not None and not job.done:
+        loop = job.loop
+        loop.later(lambda: loop.end(job))
+
+
+async def off_the_loop(start: Callable[[], Job]) -> Job:
+    """Starts a request in a thread, since compiling and tokenising take their time."""
+    import asyncio
+
+    task = asyncio.create_task(asyncio.to_thread(start))
+    try:
+        return await asyncio.shield(task)
+    except BaseException:
+        task.add_done_callback(_unwanted)
+        raise
+
+
+def _unwanted(task: Task[Job]) -> None:
+    """A request that came to be after nobody waited for it any more."""
+    if not task.cancelled() and task.exception() is None:
+        end_soon(task.result())
