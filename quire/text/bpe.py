@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from quire.text.merge import merge
 from quire.text.pretokenize import PreTokenizer, WordSplitter
@@ -43,15 +43,13 @@ class BytePairs:
         self._ranks = dict(zip(reversed(merges), range(len(merges) - 1, -1, -1), strict=True))
         self._cache: dict[str, list[int]] = {}
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of a text without special tokens."""
+    def encode(self, text: str) -> Iterator[list[int]]:
+        """The ids of a text without special tokens, word by word."""
         if not self._variant.byte_level:
             text = text.replace(" ", SPACE_MARK)
-        ids: list[int] = []
         cached = self._cache.get
-        for word in self._splitter.split(text):
-            ids.extend(cached(word) or self._encode_word(word))
-        return ids
+        for word in self._splitter.words(text):
+            yield cached(word) or self._encode_word(word)
 
     def _encode_word(self, word: str) -> list[int]:
         symbols = word

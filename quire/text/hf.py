@@ -1,13 +1,19 @@
-"""Tokenizers of Hugging Face folders, through the `tokenizers` library."""
+"""Tokenizers of Hugging Face folders: tokenizer.json, and what the files beside it say of it."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from quire.errors import TokenizerError
+from quire.text.added import AddedTokens
 from quire.text.bpe import SPACE_MARK, bytes_of_characters
+from quire.text.cuts import BEFORE_MARKS, harmless_cuts, pieces
+from quire.text.hf_decoder import Metaspace
+from quire.text.hf_file import TokenizerFile, read_tokenizer
+from quire.text.pretokenize import WordSplitter
 from quire.text.vocab import END_TEXTS, byte_of
 from quire.weights.folder import read_beside
 
@@ -16,43 +22,101 @@ class HFEncoder:
     """Encodes with a tokenizer.json; what the tokens are for comes from the files beside it."""
 
     def __init__(self, folder: Path) -> None:
-        self._tokenizer = _load(folder)
-        self._as_text: Any = None
-        ids: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
-        if not ids:
-            raise TokenizerError(f"{folder}: tokenizer.json has no tokens")
+        self._name = str(folder / "tokenizer.json")
+        file = self._file = _load(folder, self._name)
+        ids = file.pairs.ids | {token.text: token.id for token in file.added}
         self._texts = {id: text for text, id in ids.items()}
-        self._added: dict[int, bool] = {
-            id: token.special for id, token in self._tokenizer.get_added_tokens_decoder().items()
-        }
+        self._specials = {token.id: token.special for token in file.added}
+        plain = [(token.text, token) for token in file.added if not token.normalized]
+        normal = [(self._normalized(t.text), t) for t in file.added if t.normalized]
+        self._added = AddedTokens(plain, self._name)
+        self._added_later = AddedTokens(normal, self._name)
+        # A token that is looked for in normalized text is written as it is there.
+        self._written = self._texts | {token.id: text for text, token in normal}
+        words = file.words
+        self._splitter = None if words is None or isinstance(words, Metaspace) else (
+            WordSplitter(words))  # fmt: skip
         settings = _read(folder / "tokenizer_config.json")
-        decoder = _decoder(self._tokenizer)
-        self._byte_level = "ByteLevel" in decoder
         self.n_vocab = _n_vocab(folder, max(self._texts) + 1)
+        self._cuts = BEFORE_MARKS
+        if self._splitter is None and not (isinstance(words, Metaspace) and words.split):
+            self._cuts = harmless_cuts(file.pairs.ids)
+        most = max([*file.pairs.ids.values(), *file.before, *file.behind])
+        if most >= self.n_vocab:
+            raise TokenizerError(
+                f"{self._name}: token {self._texts[most]!r} has the id {most}, "
+                f"but the model has {self.n_vocab} tokens"
+            )
         self.bos = ids.get(_token(settings.get("bos_token")))
         self.eos = ids.get(_token(settings.get("eos_token")))
         self.eog_ids = self._ends(folder, ids)
-        framed = self._tokenizer.encode("", add_special_tokens=True).ids
-        self.add_bos = self.bos is not None and framed[:1] == [self.bos]
+        self.add_bos = self.bos is not None and file.before[:1] == [self.bos]
+        framed = file.before + file.behind
         self.add_eos = self.eos is not None and framed[self.add_bos :][-1:] == [self.eos]
-        self.space_prefix = bool({"Strip", "Metaspace"} & decoder)
+        self.space_prefix = file.decoding.strip
         self.chat_template = chat_template(folder)
 
-    def encode(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
-        """The ids of a text."""
-        tokenizer = self._tokenizer if parse_special else self._plain()
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special).ids
-        return ids
+    @property
+    def longest(self) -> int:
+        """The most bytes of text that one token can stand for."""
+        # Normalization composes: nine bytes can become three.
+        return max(len(text.encode()) for text in self._texts.values()) * (
+            3 if self._file.shrinks else 1
+        )
+
+    def encode(self, text: str, add_special: bool, parse_special: bool) -> Iterator[list[int]]:
+        """The ids of a text, some at a time."""
+        if add_special:
+            yield self._file.before
+        for piece, start in self._added.split(text, parse_special):
+            if isinstance(piece, int):
+                yield self._one(piece)
+                continue
+            for part, at in self._added_later.split(self._normalized(piece), parse_special):
+                if isinstance(part, int):
+                    yield self._one(part)
+                else:
+                    yield from self._encode(part, first=start + at == 0)
+        if add_special:
+            yield self._file.behind
+
+    def _one(self, id: int) -> list[int]:
+        if id >= self.n_vocab:
+            raise TokenizerError(
+                f"{self._name}: {self._texts[id]!r} in the text is token {id}, "
+                f"but the model has {self.n_vocab} tokens"
+            )
+        return [id]
+
+    def _normalized(self, text: str) -> str:
+        for normalize in self._file.normalize:
+            text = normalize(text)
+        return text
+
+    def _encode(self, text: str, first: bool) -> Iterator[list[int]]:
+        """The ids of a piece of normalized text without added tokens, word by word."""
+        pairs, words = self._file.pairs, self._file.words
+        if self._splitter is not None:
+            if self._file.prefix_space and not text.startswith(" "):
+                text = " " + text
+            return pairs.encode_bytes(self._splitter.words(text))
+        if isinstance(words, Metaspace):
+            text = text.replace(" ", SPACE_MARK)
+            wanted = words.scheme == "always" or (words.scheme == "first" and first)
+            if wanted and not text.startswith(SPACE_MARK):
+                text = SPACE_MARK + text
+        return pairs.encode(pieces(text, self._cuts))
 
     def token_bytes(self, id: int) -> bytes:
         """The bytes a token stands for; none for a gap in the vocabulary."""
-        text = self._texts.get(id, "")
-        if id in self._added:
-            return text.encode()
-        if self._byte_level:
+        text = self._written.get(id, "")
+        decoding = self._file.decoding
+        if decoding.byte_level:
             return bytes_of_characters(text)
-        byte = byte_of(text)
-        return text.replace(SPACE_MARK, " ").encode() if byte is None else bytes([byte])
+        if decoding.marks:
+            text = text.replace(SPACE_MARK, " ")
+        byte = byte_of(text) if decoding.byte_tokens else None
+        return text.encode() if byte is None else bytes([byte])
 
     def token_text(self, id: int) -> str:
         """How the vocabulary writes a token."""
@@ -60,17 +124,10 @@ class HFEncoder:
 
     def is_special(self, id: int) -> bool:
         """Whether a token is one of control."""
-        return self._added.get(id, False)
-
-    def _plain(self) -> Any:
-        """A second tokenizer that takes special tokens in the text for text."""
-        if self._as_text is None:
-            self._as_text = type(self._tokenizer).from_str(self._tokenizer.to_str())
-            self._as_text.encode_special_tokens = True
-        return self._as_text
+        return self._specials.get(id, False)
 
     def _ends(self, folder: Path, ids: dict[str, int]) -> frozenset[int]:
-        ends = {ids[text] for text in END_TEXTS if text in ids and ids[text] in self._added}
+        ends = {ids[text] for text in END_TEXTS if text in ids and ids[text] in self._specials}
         if self.eos is not None:
             ends.add(self.eos)
         for name in ("config.json", "generation_config.json"):
@@ -101,35 +158,14 @@ def _settings(path: Path) -> dict[str, Any]:
     return {**inner, **{key: value for key, value in outer.items() if value is not None}}
 
 
-def _load(folder: Path) -> Any:
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise TokenizerError(
-            f"{folder}: reading tokenizer.json needs the tokenizers library: "
-            "pip install 'quire[hf]'"
-        ) from error
+def _load(folder: Path, name: str) -> TokenizerFile:
     text = read_beside(folder, "tokenizer.json")
     if text is None:
         raise TokenizerError(
             f"{folder}: there is no tokenizer.json, which is needed; get it from where the model "
             "is from, or save it with transformers (AutoTokenizer, save_pretrained)"
         )
-    try:
-        tokenizer = Tokenizer.from_buffer(text)
-    except Exception as error:  # the library raises nothing more precise
-        raise TokenizerError(f"{folder / 'tokenizer.json'}: not a tokenizer: {error}") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
-
-
-def _decoder(tokenizer: Any) -> set[str]:
-    """The types of the decoder's parts."""
-    if tokenizer.decoder is None:
-        return set()
-    state = json.loads(tokenizer.decoder.__getstate__())
-    return {part["type"] for part in state.get("decoders", [state])}
+    return read_tokenizer(text, name)
 
 
 def _read(path: Path) -> dict[str, Any]:

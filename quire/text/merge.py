@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 
 Priority = Callable[[int, int, int], float | None]
@@ -42,3 +42,43 @@ def merge(length: int, priority: Priority) -> list[int]:
             if urgency is not None:
                 heappush(heap, (urgency, left, end, after))
     return [end for end in ends if end > 0]
+
+
+def merge_ids(
+    symbols: list[int], ranks: Mapping[int, int], made: Sequence[int], base: int
+) -> list[int]:
+    """Merges token ids: the pair `left * base + right` of the least rank becomes `made[rank]`.
+
+    Symbols are known by their place; -1 is one that has become part of another. An entry of the
+    heap is stale when the pair there has another rank by now.
+    """
+    length = len(symbols)
+    after = list(range(1, length + 1))
+    before = list(range(-1, length))
+    heap = []
+    for i in range(length - 1):
+        rank = ranks.get(symbols[i] * base + symbols[i + 1])
+        if rank is not None:
+            heap.append((rank, i))
+    heapify(heap)
+    while heap:
+        rank, left = heappop(heap)
+        right = after[left]
+        if symbols[left] < 0 or right >= length:
+            continue
+        if ranks.get(symbols[left] * base + symbols[right]) != rank:
+            continue
+        new = symbols[left] = made[rank]
+        symbols[right] = -1
+        following = after[left] = after[right]
+        if following < length:
+            before[following] = left
+            better = ranks.get(new * base + symbols[following])
+            if better is not None:
+                heappush(heap, (better, left))
+        previous = before[left]
+        if previous >= 0:
+            better = ranks.get(symbols[previous] * base + new)
+            if better is not None:
+                heappush(heap, (better, previous))
+    return [symbol for symbol in symbols if symbol >= 0]

@@ -8,18 +8,19 @@ collapsed copy of the text in which every non-ASCII character is replaced by one
 class. Patterns without classes see the real characters; both copies have the text's length, so
 positions carry over. Only ASCII letters have a case here (`\\p{Lu}`, `\\p{Ll}`), and `\\s` and
 `\\d` are ASCII, with other white space mapped to a vertical tab. These are llama.cpp's rules, which
-decide what the vocabulary of a GGUF file means.
+decide what the vocabulary of a GGUF file means. The patterns of tokenizer.json files are `cased`:
+all letters have their case, and real white space is looked at as it is.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 
-from quire.text.characters import STAND_INS, WIDE_SPACES, stand_ins
+from quire.text.characters import LONG_S, STAND_INS, WIDE_SPACES, cased_stand_ins, stand_ins
 
 _LETTER = STAND_INS["L"] + STAND_INS["H"]
 _CLASSES = {
@@ -33,6 +34,19 @@ _CLASSES = {
     "Han": STAND_INS["H"] + STAND_INS["U"],
     "NotHan": STAND_INS["L"] + "A-Za-z",
 }
+
+_CASED_CLASSES = _CLASSES | {
+    "L": "".join(STAND_INS[kind] for kind in "LHABCD") + LONG_S + "A-Za-z",
+    "Lu": STAND_INS["A"] + "A-Z",
+    "Ll": STAND_INS["B"] + LONG_S + "a-z",
+    "Lt": STAND_INS["C"],
+    "Lm": STAND_INS["D"],
+    "Lo": STAND_INS["L"] + STAND_INS["H"],
+}
+
+_WINDOW = 1 << 16
+_UNSURE = 6
+"""So many words before an end may be others if the text goes on, besides white space and digits."""
 
 # The parts of a pattern: a class, an escaped character, or any other single character.
 _PATTERN_PARTS = re.compile(r"\\p\{(\w+)\}|\\.|.", re.DOTALL)
@@ -78,21 +92,45 @@ class PreTokenizer:
     whole_lines: bool = False  # the same for words of newlines only
     force_bos: bool = False  # even where the file says no: early files of the family were wrong
     byte_level: bool = True  # False: merges work on characters, spaces are written as U+2581
+    cased: bool = False  # letters have their case, as in tokenizer.json
 
 
 class WordSplitter:
     """Splits text into words by the steps of one variant."""
 
     def __init__(self, variant: PreTokenizer) -> None:
-        self._steps = [_compiled(step) for step in variant.steps]
+        self._steps = [_compiled(step, variant.cased) for step in variant.steps]
+        self._cased = variant.cased
         self._wide_spaces = re.compile(f"[{WIDE_SPACES}]")
 
+    def words(self, text: str, window: int = _WINDOW) -> Iterator[str]:
+        """The words of `text`, in order; together they are the text.
+
+        They are found in a part of the text at a time, so that whoever has enough can stop.
+        """
+        at, size = 0, window
+        while at < len(text):
+            found = self.split(text[at : at + size])
+            if at + size >= len(text):
+                yield from found
+                return
+            sure = len(found)
+            while sure and (found[sure - 1].isspace() or found[sure - 1].isnumeric()):
+                sure -= 1
+            sure -= _UNSURE
+            if sure <= 0:
+                size *= 2
+                continue
+            yield from found[:sure]
+            at += sum(map(len, found[:sure]))
+            size = window
+
     def split(self, text: str) -> list[str]:
-        """The words of `text`, in order; together they are the text."""
+        """All words at once."""
         collapsed = real = text
         if not text.isascii():
-            collapsed = text.translate(stand_ins())
-            real = self._wide_spaces.sub(STAND_INS["W"], text)
+            collapsed = text.translate(cased_stand_ins() if self._cased else stand_ins())
+            real = text if self._cased else self._wide_spaces.sub(STAND_INS["W"], text)
         lengths = [len(text)]
         for splitter, on_collapsed in self._steps:
             view = collapsed if on_collapsed else real
@@ -111,15 +149,21 @@ def _cut(text: str, lengths: list[int]) -> list[str]:
 
 
 @cache
-def _compiled(step: str | DigitGroups) -> tuple[Splitter, bool]:
+def _compiled(step: str | DigitGroups, cased: bool) -> tuple[Splitter, bool]:
     """The step as a function, and whether it works on the collapsed text."""
     if isinstance(step, DigitGroups):
         return step.splitter(), r"\p{" in step.run
-    return re.compile(f"({_translate(step)})", re.ASCII).split, r"\p{" in step
+    on_collapsed = r"\p{" in step
+    pattern = _translate(step, cased)
+    if cased and not on_collapsed:
+        assert r"\S" not in pattern, pattern
+        pattern = pattern.replace(r"\s", rf"[\s{WIDE_SPACES}]")
+    return re.compile(f"({pattern})", re.ASCII).split, on_collapsed
 
 
-def _translate(pattern: str) -> str:
+def _translate(pattern: str, cased: bool = False) -> str:
     """Replaces `\\p{..}` by the stand-ins and ASCII characters of the class."""
+    classes = _CASED_CLASSES if cased else _CLASSES
     parts = []
     in_set = False
     for part in _PATTERN_PARTS.finditer(pattern):
@@ -128,5 +172,5 @@ def _translate(pattern: str) -> str:
             in_set = part[0] == "[" or (in_set and part[0] != "]")
             parts.append(part[0])
         else:
-            parts.append(_CLASSES[name] if in_set else f"[{_CLASSES[name]}]")
+            parts.append(classes[name] if in_set else f"[{classes[name]}]")
     return "".join(parts)

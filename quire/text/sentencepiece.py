@@ -3,11 +3,11 @@ score first; what remains and is no token is written as bytes."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from quire.errors import TokenizerError
 from quire.text.bpe import SPACE_MARK
+from quire.text.cuts import harmless_cuts, pieces
 from quire.text.merge import merge
 from quire.text.vocab import Vocab
 
@@ -22,16 +22,14 @@ class SentencePieces:
         self._vocab = vocab
         self._ids = vocab.ids
         self._urgency = [-score for score in scores]
-        self._cuts = _cuts(vocab.texts)
+        self._cuts = harmless_cuts(vocab.texts)
         self._cache: dict[str, list[int]] = {}
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of a text without special tokens."""
-        ids: list[int] = []
+    def encode(self, text: str) -> Iterator[list[int]]:
+        """The ids of a text without special tokens, chunk by chunk."""
         cached = self._cache.get
-        for chunk in self._cuts.split(text.replace(" ", SPACE_MARK)):
-            ids.extend(cached(chunk) or self._encode_chunk(chunk))
-        return ids
+        for chunk in pieces(text.replace(" ", SPACE_MARK), self._cuts):
+            yield cached(chunk) or self._encode_chunk(chunk)
 
     def _encode_chunk(self, chunk: str) -> list[int]:
         token_ids, urgency = self._ids, self._urgency
@@ -66,15 +64,3 @@ class SentencePieces:
                 )
             ids.append(id)
         return ids
-
-
-def _cuts(texts: list[str]) -> re.Pattern[str]:
-    """Where text can be cut without changing the result: before a space mark, almost always.
-
-    Nothing joins across a place between two characters that no token has side by side. So the
-    text falls into words, which are short and repeat, except after the few characters that some
-    token has directly before a space mark.
-    """
-    inside = set(re.findall(f"([^{SPACE_MARK}\n]){SPACE_MARK}", "\n".join(texts)))
-    kept = "".join(map(re.escape, sorted(inside | {SPACE_MARK, "\n"})))
-    return re.compile(f"(?<=[^{kept}])(?={SPACE_MARK})")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from quire.errors import TokenizerError
+from quire.errors import ContextError, TokenizerError
 from quire.text.bpe import SPACE_MARK, BytePairs, bytes_of_characters
 from quire.text.pretokenize import PreTokenizer
 from quire.text.sentencepiece import SentencePieces
@@ -30,8 +32,12 @@ class Encoder(Protocol):
     space_prefix: bool
     chat_template: str | None
 
-    def encode(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
-        """The ids of a text."""
+    @property
+    def longest(self) -> int:
+        """The most bytes of text that one token can stand for."""
+
+    def encode(self, text: str, add_special: bool, parse_special: bool) -> Iterator[list[int]]:
+        """The ids of a text, some at a time."""
 
     def token_bytes(self, id: int) -> bytes:
         """The bytes a token of the vocabulary stands for."""
@@ -53,7 +59,7 @@ class Tokenizer:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         from quire.weights.gguf import GGUF
 
-        if Path(path).is_dir():
+        if os.path.isdir(_path(path)):
             self._use(_hf_encoder(path))
             return
         with GGUF.open(path) as file:
@@ -86,8 +92,14 @@ class Tokenizer:
         self.space_prefix = encoder.space_prefix
         self.chat_template = encoder.chat_template
 
-    def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
+    def encode(
+        self, text: str, add_special: bool = True, parse_special: bool = True, *,
+        max_tokens: int | None = None,
+    ) -> list[int]:  # fmt: skip
         """The ids of a text.
+
+        A text of more than `max_tokens` is refused: one that is too long whatever its tokens are
+        before it is looked at, any other as soon as there are too many.
 
         `add_special` adds BOS and EOS where the vocabulary asks for them; without
         `parse_special`, control tokens that are written out in the text are plain text. Of the
@@ -96,20 +108,35 @@ class Tokenizer:
         """
         if not isinstance(text, str):
             raise TokenizerError(f"text to encode must be a string, not {type(text).__name__}")
+        if max_tokens is not None and len(text) > max_tokens * self._longest:
+            least = -(-len(text) // self._longest)
+            raise _too_long(f"{len(text)} characters, so at least {least} tokens", max_tokens)
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise TokenizerError(
                 f"the text has a lone surrogate at position {error.start} and cannot be encoded"
             ) from None
-        return self._encoder.encode(text, add_special, parse_special)
+        ids: list[int] = []
+        for some in self._encoder.encode(text, add_special, parse_special):
+            ids.extend(some)
+            if max_tokens is not None and len(ids) > max_tokens:
+                raise _too_long(f"more than {max_tokens} tokens", max_tokens)
+        return ids
+
+    @cached_property
+    def _longest(self) -> int:
+        return self._encoder.longest
 
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
         """The text of token ids from the start of a text; invalid UTF-8 becomes U+FFFD."""
+        if not isinstance(ids, Iterable):
+            raise TokenizerError(f"ids to decode must be a list of them, not {ids!r:.80}")
         pieces = [self.token_bytes(id) for id in ids if not (skip_special and self.is_special(id))]
-        if pieces and self.space_prefix:
-            pieces[0] = pieces[0].removeprefix(b" ")
-        return b"".join(pieces).decode("utf-8", "replace")
+        data = b"".join(pieces)
+        if self.space_prefix:
+            data = data.removeprefix(b" ")
+        return data.decode("utf-8", "replace")
 
     def token_bytes(self, id: int) -> bytes:
         """The bytes a token stands for: a part of a UTF-8 text, not always whole characters."""
@@ -124,6 +151,10 @@ class Tokenizer:
         return self._encoder.is_special(self._checked(id))
 
     def _checked(self, id: int) -> int:
+        try:
+            id = operator.index(id)
+        except TypeError:
+            raise TokenizerError(f"a token id is a whole number, not {id!r:.80}") from None
         if not 0 <= id < self.n_vocab:
             raise TokenizerError(
                 f"token id {id} is outside the vocabulary of {self.n_vocab} tokens"
@@ -164,21 +195,25 @@ class GGUFEncoder:
         template = metadata.get("tokenizer.chat_template")
         self.chat_template = template if isinstance(template, str) else None
 
-    def encode(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
-        """The ids of a text."""
-        ids = [self.bos] if add_special and self.add_bos and self.bos is not None else []
+    @property
+    def longest(self) -> int:
+        """The most bytes of text that one token can stand for."""
+        return max(len(text.encode()) for text in self._vocab.texts)
+
+    def encode(self, text: str, add_special: bool, parse_special: bool) -> Iterator[list[int]]:
+        """The ids of a text, some at a time."""
+        if add_special and self.add_bos and self.bos is not None:
+            yield [self.bos]
         after_special = True
         for piece in self._specials.split(text, parse_special):
             if isinstance(piece, int):
-                ids.append(piece)
+                yield [piece]
             else:
-                ids += self._words.encode(
-                    " " + piece if self.space_prefix and after_special else piece
-                )
+                spaced = " " + piece if self.space_prefix and after_special else piece
+                yield from self._words.encode(spaced)
             after_special = isinstance(piece, int)
         if add_special and self.add_eos and self.eos is not None:
-            ids.append(self.eos)
-        return ids
+            yield [self.eos]
 
     def token_bytes(self, id: int) -> bytes:
         """The bytes a token stands for; none for unused tokens."""
@@ -203,10 +238,22 @@ class GGUFEncoder:
         return self._vocab.kinds[id] in (Kind.CONTROL, Kind.UNKNOWN)
 
 
+def _too_long(has: str, most: int) -> ContextError:
+    return ContextError(
+        f"the text has {has}, and {most} fit; shorten it, or load the model with a larger n_ctx"
+    )
+
+
 def _hf_encoder(folder: str | os.PathLike[str]) -> Encoder:
     from quire.text.hf import HFEncoder
 
-    return HFEncoder(Path(folder))
+    return HFEncoder(Path(_path(folder)))
+
+
+def _path(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    if not isinstance(path, (str, os.PathLike)):
+        raise TokenizerError(f"a path is a text, not {path!r:.80}")
+    return path
 
 
 def _pre(metadata: Mapping[str, Any], name: str) -> str:

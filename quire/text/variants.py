@@ -40,7 +40,7 @@ _DEEPSEEK = _any(_LETTERS_OR_MARKS, r" ?[\p{P}\p{S}]+[\r\n]*", _LINES)
 _CHINESE_JAPANESE = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
 _CJK_AND_MORE = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 _BLOOM = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
-_CASED_LETTERS = (
+CASED_LETTERS = (
     "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af"
     "\u0370-\u0373\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1"
     "\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f\u0531-\u0556\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd"
@@ -96,9 +96,9 @@ _VARIANTS: tuple[tuple[str, PreTokenizer], ...] = (
         PreTokenizer(
             (
                 r"[\r\n]",
-                rf"\s?[{_CASED_LETTERS}]+",
+                rf"\s?[{CASED_LETTERS}]+",
                 "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
-                r"\s+\Z",
+                r"(?<!\s)\s+\Z",  # the look-behind keeps long runs of spaces linear
                 _CJK_AND_MORE,
                 r"\p{N}+",
             )

@@ -51,22 +51,20 @@ class WeightFile(ABC):
     path: Path
     metadata: Mapping[str, Value]
     tensors: Mapping[str, TensorFacts]
+    asked: set[str]
+    """Keys that somebody has asked for."""
 
     @abstractmethod
     def data(self, name: str) -> NDArray[np.uint8]:
-        """The bytes of a tensor."""
-
-    def stored(self, name: str) -> Iterator[NDArray[np.uint8]]:
-        """The bytes that a tensor is made of, as they are stored: views, one after the other."""
-        yield self.data(name)
+        """A copy of the bytes of a tensor."""
 
     @abstractmethod
-    def release(self, name: str) -> None:
-        """Drop a tensor's pages from this process's memory; reading them again maps them anew."""
+    def samples(self, name: str) -> Iterator[bytes]:
+        """Hashes of samples of what a tensor is made of, taken when it was read, or now."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of what is mapped; the metadata stays."""
+        """Let go of the file; the metadata stays."""
 
     def __enter__(self) -> Self:
         return self
@@ -88,7 +86,7 @@ class WeightFile(ABC):
         maximum: int | None = None,
     ) -> int | T:
         """An integer of the metadata; the limits hold for what the file says."""
-        value = self.metadata.get(key)
+        value = self._get(key)
         if value is None:
             return self._default(key, default)
         if not isinstance(value, int) or isinstance(value, bool):
@@ -105,7 +103,7 @@ class WeightFile(ABC):
         maximum: float | None = None,
     ) -> float | T:
         """A finite floating-point number of the metadata."""
-        value = self.metadata.get(key)
+        value = self._get(key)
         if value is None:
             return self._default(key, default)
         if not isinstance(value, float):
@@ -117,7 +115,7 @@ class WeightFile(ABC):
 
     def get_str(self, key: str, default: T | Required = REQUIRED) -> str | T:
         """A string of the metadata."""
-        value = self.metadata.get(key)
+        value = self._get(key)
         if value is None:
             return self._default(key, default)
         if not isinstance(value, str):
@@ -126,7 +124,7 @@ class WeightFile(ABC):
 
     def get_bool(self, key: str, default: T | Required = REQUIRED) -> bool | T:
         """A truth value of the metadata."""
-        value = self.metadata.get(key)
+        value = self._get(key)
         if value is None:
             return self._default(key, default)
         if not isinstance(value, bool):
@@ -137,7 +135,7 @@ class WeightFile(ABC):
         self, key: str, default: T | Required = REQUIRED
     ) -> NDArray[Any] | StringArray | T:
         """An array: numbers as an aligned copy with the file's element type, strings undecoded."""
-        value = self.metadata.get(key)
+        value = self._get(key)
         if value is None:
             return self._default(key, default)
         if isinstance(value, StringArray):
@@ -148,12 +146,16 @@ class WeightFile(ABC):
 
     def get_strings(self, key: str, default: T | Required = REQUIRED) -> list[str] | T:
         """An array of strings, decoded now; `StringArray` says what becomes of invalid UTF-8."""
-        value = self.metadata.get(key)
+        value = self._get(key)
         if value is None:
             return self._default(key, default)
         if not isinstance(value, StringArray):
             self._wrong_type(key, value, "an array of strings")
         return value.to_list()
+
+    def _get(self, key: str) -> Value | None:
+        self.asked.add(key)
+        return self.metadata.get(key)
 
     def _default(self, key: str, default: T | Required) -> T:
         if default is REQUIRED:

@@ -15,11 +15,13 @@ from numpy.typing import NDArray
 
 from quire.errors import ModelError, SafetensorsError
 from quire.weights.file import WeightFile
+from quire.weights.fingerprint import sample_of
 from quire.weights.gguf_format import quote
 from quire.weights.naming import HFConfig, Namer, Naming, Shape, Source
 from quire.weights.pull import PICKLES
 from quire.weights.quant import GGMLType, dequantize
 from quire.weights.safetensors import Safetensors, StoredTensor, parse_object
+from quire.weights.unread import refuse_unused
 
 _TYPES: Final = {"F32": GGMLType.F32, "F16": GGMLType.F16, "BF16": GGMLType.BF16}
 _ELEMENTS: Final = {"F32": "<f4", "F16": "<u2", "BF16": "<u2"}
@@ -42,6 +44,7 @@ class Folder(WeightFile):
 
     def __init__(self, path: Path, shards: list[Safetensors], naming: Naming) -> None:
         self.path = path
+        self.asked = set()
         self.metadata = MappingProxyType(naming.metadata)
         self._naming = naming
         self._shards = shards
@@ -61,13 +64,15 @@ class Folder(WeightFile):
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], namer: Namer) -> Folder:
-        """Map a folder's weights, with everything about them checked that `Safetensors` checks."""
+        """Open a folder's weights, with everything about them checked that `Safetensors` checks."""
         path = Path(path)
-        naming = namer(read_config(path))
+        config = read_config(path)
+        naming = namer(config)
+        refuse_unused(config, naming)
         return cls(path, _open_shards(path), naming)
 
     def data(self, name: str) -> NDArray[np.uint8]:
-        """The bytes of a tensor: a view of the file, or a copy where something is changed."""
+        """A copy of the bytes of a tensor, changed as the model needs it."""
         made = self._naming.made.get(name)
         if made is not None:
             return np.frombuffer(made.tobytes(), np.uint8)
@@ -75,28 +80,27 @@ class Folder(WeightFile):
         if source.change is None and not source.stacked:
             return self._shard_of[source.names[0]].data(source.names[0])
         values = source.change is not None and source.change.values
-        parts = [self._elements(stored, values) for stored in source.names]
-        whole = np.stack(parts) if source.stacked else parts[0]
+        whole = self._elements(source.names[0], values)
+        if source.stacked:  # one after the other, so that none is held twice
+            first = whole
+            whole = np.empty((len(source.names), *first.shape), first.dtype)
+            whole[0] = first
+            for i, stored in enumerate(source.names[1:], 1):
+                whole[i] = self._elements(stored, values)
         out = source.change.apply(whole) if source.change else whole
         assert out.shape == self.tensors[name].shape, (name, out.shape)
         return np.ascontiguousarray(out).reshape(-1).view(np.uint8)
 
-    def stored(self, name: str) -> Iterator[NDArray[np.uint8]]:
-        """The bytes that a tensor is made of, as they are stored: views, one after the other."""
+    def samples(self, name: str) -> Iterator[bytes]:
+        """Hashes of samples of what a tensor is made of, taken when it was read, or now."""
         if name in self._naming.made:
-            yield self.data(name)
+            yield sample_of(self.data(name))
             return
         for stored in self._source(name).names:
-            yield self._shard_of[stored].data(stored)
-
-    def release(self, name: str) -> None:
-        """Drop a tensor's pages from this process's memory; reading them again maps them anew."""
-        if name not in self._naming.made:
-            for stored in self._source(name).names:
-                self._shard_of[stored].release(stored)
+            yield self._shard_of[stored].sample(stored)
 
     def close(self) -> None:
-        """Let go of the mappings; the metadata stays."""
+        """Let go of the files; the metadata stays."""
         for shard in self._shards:
             shard.close()
 
@@ -214,8 +218,8 @@ def _inside(folder: Path, name: str) -> Path:
     path = folder / name
     try:
         home, real = folder.resolve(), path.resolve()
-    except UnicodeEncodeError as error:
-        raise SafetensorsError(f"{folder}: {quote(name)} cannot be the name of a file") from error
+    except ValueError as error:  # a lone surrogate, or a NUL in the folder's own path
+        raise SafetensorsError(f"{str(path)!r}: cannot be the name of a file") from error
     except (OSError, RuntimeError) as error:  # links that lead to each other
         raise SafetensorsError(f"{path}: cannot be followed: {error}") from error
     blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home

@@ -1,4 +1,4 @@
-"""Open GGUF model files: little-endian, versions 2 and 3, mapped into memory.
+"""Open GGUF model files: little-endian, versions 2 and 3.
 
 The file is not trusted: `gguf_format` checks all of it but the weights while it is opened, so that
 every tensor is known to lie inside the file, aligned, and to overlap no other.
@@ -7,62 +7,98 @@ every tensor is known to lie inside the file, aligned, and to overlap no other.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import GGUFError
 from quire.weights.file import REQUIRED, Required, WeightFile
-from quire.weights.gguf_format import Reader, TensorInfo, Value, quote
-from quire.weights.mapped import MappedFile
+from quire.weights.fingerprint import sample, sample_of
+from quire.weights.gguf_format import Reader, Short, TensorInfo, Value, quote
+from quire.weights.open_file import OpenFile
 from quire.weights.quant import GGMLType
 from quire.weights.strings import StringArray
 
 __all__ = ["GGUF", "REQUIRED", "GGMLType", "Required", "StringArray", "TensorInfo", "Value"]
 
 
-class GGUF(WeightFile):
-    """An open GGUF file: its metadata, its tensors, and views of their bytes.
+_FIRST_LOOK: Final = 1 << 21
+_MOST_HEADER: Final = 1 << 28  # the largest vocabularies take a tenth of that
 
-    Views stay valid after `close`: the mapping goes when the last of them does.
-    """
+
+class GGUF(WeightFile):
+    """An open GGUF file: its metadata, its tensors, and copies of their bytes."""
 
     error = GGUFError
     version: int
     alignment: int
     tensors: Mapping[str, TensorInfo]
 
-    def __init__(self, mapped: MappedFile) -> None:
-        self.path = mapped.path
-        self._mapped = mapped
-        reader = Reader(mapped.path, mapped.bytes(0, mapped.size))
-        self.version, tensor_count, entry_count = reader.header()
-        self.metadata, self.alignment = reader.metadata(entry_count)
-        self.tensors = reader.tensors(tensor_count, self.alignment)
+    def __init__(self, file: OpenFile) -> None:
+        self.path = file.path
+        self._file = file
+        self.asked = set()
+        self._samples: dict[str, bytes] = {}
+        length = min(_FIRST_LOOK, file.size)
+        while not self._read_header(length):
+            length = min(length * 4, file.size)
+
+    def _read_header(self, length: int) -> bool:
+        """Reads all but the weights; False if that takes more than so many bytes."""
+        if length > _MOST_HEADER:
+            raise GGUFError(
+                f"{self.path}: its metadata takes more than {_MOST_HEADER // 4} bytes, "
+                "which is more than Quire reads"
+            )
+        reader = Reader(self.path, self._file.read(0, length, "the header"), self._file.size)
+        try:
+            self.version, tensor_count, entry_count = reader.header()
+            self.metadata, self.alignment = reader.metadata(entry_count)
+            self.tensors = reader.tensors(tensor_count, self.alignment)
+        except Short:
+            return False
+        return True
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> GGUF:
-        """Map a file and check all of it except the weights themselves."""
-        return cls(MappedFile(Path(path), GGUFError, ".gguf"))
+        """Open a file and check all of it except the weights themselves."""
+        try:
+            file = OpenFile(Path(path), GGUFError, ".gguf")
+        except TypeError:
+            raise GGUFError(f"a path is a text, not {path!r:.80}") from None
+        try:
+            return cls(file)
+        except BaseException:
+            file.close()
+            raise
 
     def close(self) -> None:
-        """Let go of the mapping; metadata stays, `data` and `release` are no longer possible."""
-        self._mapped.close()
+        """Let go of the file; metadata stays, `data` is no longer possible."""
+        self._file.close()
 
     def data(self, name: str) -> NDArray[np.uint8]:
-        """The bytes of a tensor: a read-only view of the file, not a copy."""
+        """A copy of the bytes of a tensor."""
         info = self._locate(name)
-        return self._mapped.bytes(info.offset, info.nbytes)
+        data = self._file.read(info.offset, info.nbytes, f"tensor {quote(name)}")
+        if name not in self._samples:
+            self._samples[name] = sample_of(data)
+        return data
 
-    def release(self, name: str) -> None:
-        """Drop a tensor's pages from this process's memory; reading them again maps them anew."""
-        info = self._locate(name)
-        self._mapped.release(info.offset, info.nbytes)
+    def samples(self, name: str) -> Iterator[bytes]:
+        """A hash of samples of a tensor, taken when it was read, or now."""
+        if name not in self._samples:
+            info, what = self._locate(name), f"tensor {quote(name)}"
+            self._samples[name] = sample(
+                lambda start, length: self._file.read(info.offset + start, length, what),
+                info.nbytes,
+            )
+        yield self._samples[name]
 
     def _locate(self, name: str) -> TensorInfo:
-        self._mapped.check_open()
+        self._file.check_open()
         info = self.tensors.get(name)
         if info is None:
             raise GGUFError(f"{self.path}: there is no tensor {quote(name)}")

@@ -21,7 +21,7 @@ from quire.errors import GGUFError
 from quire.weights.quant import GGMLType
 from quire.weights.strings import StringArray, find_strings
 
-__all__ = ["Reader", "TensorInfo", "Value", "quote"]
+__all__ = ["Reader", "Short", "TensorInfo", "Value", "quote"]
 
 Value: TypeAlias = bool | int | float | str | NDArray[Any] | StringArray
 
@@ -81,12 +81,20 @@ def quote(text: str) -> str:
     return repr(text if len(text) <= 80 else text[:77] + "...")
 
 
-class Reader:
-    """A position in a mapped file that only moves forward and never past the end."""
+class Short(Exception):
+    """The file goes on where the bytes at hand end: look again with more of them."""
 
-    def __init__(self, path: Path, data: NDArray[np.uint8]) -> None:
+
+class Reader:
+    """A position in the first bytes of a file that only moves forward and never past the end.
+
+    Claims are held against the `size` of the whole file; `Short` asks for more of its bytes.
+    """
+
+    def __init__(self, path: Path, data: NDArray[np.uint8], size: int) -> None:
         self._path = path
         self._data = data
+        self._size = size
         self._view = data.data
         self._at = 0
 
@@ -174,6 +182,7 @@ class Reader:
         if scalar is None:
             self._fail(f"{quote(key)} is an array of the unknown value type {item_type}")
         self._need_items(count, scalar.size, f"elements of {quote(key)}")
+        self._need(count * scalar.size, f"the elements of {quote(key)}")
         raw = self._data[self._at : self._at + count * scalar.size]
         self._at += len(raw)
         if item_type != _BOOL:
@@ -187,6 +196,8 @@ class Reader:
         try:
             starts, end = find_strings(self._data, self._at, count)
         except ValueError as error:
+            if len(self._data) < self._size:
+                raise Short from None
             self._fail(f"array {quote(key)} at offset {self._at}: {error}")
         begin, self._at = self._at, end
         return StringArray(self._data[begin:end], starts - begin)
@@ -215,14 +226,14 @@ class Reader:
         if offset % alignment:
             self._fail(f"{what} has offset {offset}, it must be a multiple of {alignment}")
         nbytes = prod(sizes) // type.block_size * type.type_size
-        if nbytes > len(self._data):
+        if nbytes > self._size:
             self._too_large(what, nbytes)
         return TensorInfo(name, type, tuple(reversed(sizes)), offset, nbytes)
 
     def _check_places(self, tensors: Iterable[TensorInfo]) -> None:
         before: TensorInfo | None = None
         for info in sorted(tensors, key=lambda info: info.offset):
-            if info.offset + info.nbytes > len(self._data):
+            if info.offset + info.nbytes > self._size:
                 self._too_large(f"tensor {quote(info.name)}", info.nbytes, info.offset)
             if before is not None and before.offset + before.nbytes > info.offset:
                 self._fail(f"tensors {quote(before.name)} and {quote(info.name)} overlap")
@@ -231,7 +242,7 @@ class Reader:
     def _too_large(self, what: str, nbytes: int, offset: int | None = None) -> NoReturn:
         where = "" if offset is None else f" from offset {offset} on"
         self._fail(
-            f"{what} needs {nbytes} bytes{where}, file has {len(self._data)}; "
+            f"{what} needs {nbytes} bytes{where}, file has {self._size}; "
             "it is damaged or incomplete: fetch it again"
         )
 
@@ -264,12 +275,14 @@ class Reader:
         return value
 
     def _need(self, nbytes: int, what: str) -> None:
-        left = len(self._data) - self._at
+        left = self._size - self._at
         if nbytes > left:
             self._fail(f"{what} at offset {self._at} needs {nbytes} bytes, file has {left} left")
+        if nbytes > len(self._data) - self._at:
+            raise Short
 
     def _need_items(self, count: int, least: int, what: str) -> None:
-        left = len(self._data) - self._at
+        left = self._size - self._at
         if count * least > left:
             self._fail(
                 f"{count} {what} at offset {self._at} need at least {count * least} bytes, "

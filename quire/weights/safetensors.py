@@ -1,4 +1,4 @@
-"""Open .safetensors files: a JSON header, then the tensors' bytes, mapped into memory.
+"""Open .safetensors files: a JSON header, then the tensors' bytes.
 
 The file is not trusted: before any tensor is read, the header is held against the file's size and
 the tensors must fill what follows it exactly, without gap or overlap.
@@ -19,8 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import SafetensorsError
+from quire.weights.fingerprint import sample, sample_of
 from quire.weights.gguf_format import quote
-from quire.weights.mapped import MappedFile
+from quire.weights.open_file import OpenFile
 
 _LENGTH_BYTES: Final = 8
 _MAX_HEADER: Final = 100_000_000  # the format's own limit
@@ -39,11 +40,12 @@ class StoredTensor:
 
 
 class Safetensors:
-    """One open file: its tensors by name, and views of their bytes."""
+    """One open file: its tensors by name, and copies of their bytes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._mapped = MappedFile(path, SafetensorsError, ".safetensors")
+        self._file = OpenFile(path, SafetensorsError, ".safetensors")
+        self._samples: dict[str, bytes] = {}
         start, entries = self._header()
         self.tensors: Mapping[str, StoredTensor] = MappingProxyType(
             {name: self._tensor(name, entry, start) for name, entry in entries.items()}
@@ -51,32 +53,42 @@ class Safetensors:
         self._check_places(start)
 
     def data(self, name: str) -> NDArray[np.uint8]:
-        """The bytes of a tensor: a read-only view of the file, not a copy."""
+        """A copy of the bytes of a tensor."""
         tensor = self.tensors[name]
-        return self._mapped.bytes(tensor.offset, tensor.nbytes)
+        data = self._file.read(tensor.offset, tensor.nbytes, f"tensor {quote(name)}")
+        if name not in self._samples:
+            self._samples[name] = sample_of(data)
+        return data
 
-    def release(self, name: str) -> None:
-        """Drop a tensor's pages from this process's memory; reading them again maps them anew."""
-        tensor = self.tensors[name]
-        self._mapped.release(tensor.offset, tensor.nbytes)
+    def sample(self, name: str) -> bytes:
+        """A hash of samples of a tensor, taken when it was read, or now."""
+        if name not in self._samples:
+            tensor, what = self.tensors[name], f"tensor {quote(name)}"
+            self._samples[name] = sample(
+                lambda start, length: self._file.read(tensor.offset + start, length, what),
+                tensor.nbytes,
+            )
+        return self._samples[name]
 
     def close(self) -> None:
-        """Let go of the mapping; tensors can no longer be read."""
-        self._mapped.close()
+        """Let go of the file; tensors can no longer be read."""
+        self._file.close()
 
     def _header(self) -> tuple[int, dict[str, Any]]:
         """Where the tensors' bytes begin, and the entry of each tensor."""
-        size = self._mapped.size
+        size = self._file.size
         if size < _LENGTH_BYTES:
             self._fail(f"the header's length takes {_LENGTH_BYTES} bytes, the file has {size}")
-        length = int.from_bytes(self._mapped.bytes(0, _LENGTH_BYTES).tobytes(), "little")
+        first = self._file.read(0, _LENGTH_BYTES, "the header's length")
+        length = int.from_bytes(first.tobytes(), "little")
         if length > min(size - _LENGTH_BYTES, _MAX_HEADER):
             self._fail(
                 f"a header of {length} bytes, the file has {size} and a header "
                 f"at most {_MAX_HEADER}"
             )
         entries = parse_object(
-            self._mapped.bytes(_LENGTH_BYTES, length).tobytes(), f"{self.path}: the header"
+            self._file.read(_LENGTH_BYTES, length, "the header").tobytes(),
+            f"{self.path}: the header",
         )
         notes = entries.pop("__metadata__", {})
         if not isinstance(notes, dict) or not all(isinstance(v, str) for v in notes.values()):
@@ -111,8 +123,8 @@ class Safetensors:
                 fault = "overlaps the one before it" if tensor.offset < at else "follows a gap"
                 self._fail(f"tensor {quote(name)} at byte {tensor.offset} {fault}, due at {at}")
             at += tensor.nbytes
-        if at != self._mapped.size:
-            self._fail(f"the tensors end at byte {at}, the file has {self._mapped.size}")
+        if at != self._file.size:
+            self._fail(f"the tensors end at byte {at}, the file has {self._file.size}")
 
     def _fail(self, fault: str) -> NoReturn:
         raise SafetensorsError(f"{self.path}: {fault}")

@@ -15,9 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import quire
 from quire.errors import GGUFError
+from quire.weights.fingerprint import fingerprint
 from quire.weights.gguf import GGUF, GGMLType, StringArray
 from quire.weights.strings import find_strings
+from tests import tiny
 from tests.gguf_writer import (
     Typed,
     ValueType,
@@ -199,24 +202,32 @@ def plain_strings(raw: bytes, at: int) -> list[str]:
     return strings
 
 
-class TestMapping:
-    def test_data_is_a_read_only_view(self, tmp_path: Path) -> None:
+class TestData:
+    def test_data_is_a_copy(self, tmp_path: Path) -> None:
         with GGUF.open(write_gguf(tmp_path / "m", {}, {"w": weights(8)})) as file:
             first, second = file.data("w"), file.data("w")
-            assert np.shares_memory(first, second)
-            with pytest.raises(ValueError, match="read-only"):
-                first[0] = 1
+            assert not np.shares_memory(first, second)
+            assert np.array_equal(first, second)
 
-    def test_views_outlive_the_file(self, tmp_path: Path) -> None:
+    def test_copies_outlive_the_file(self, tmp_path: Path) -> None:
         metadata = {"words": ["a", "b"], "n": [1, 2]}
         with GGUF.open(write_gguf(tmp_path / "m", metadata, {"w": weights(8)})) as file:
-            view, words = file.data("w"), file.metadata["words"]
-        assert view.view(np.float32).tolist() == weights(8).tolist()
+            data, words = file.data("w"), file.metadata["words"]
+        assert data.view(np.float32).tolist() == weights(8).tolist()
         assert isinstance(words, StringArray) and words.to_list() == ["a", "b"]
         assert list(file.get_array("n")) == [1, 2]
-        for use in (file.data, file.release):
-            with pytest.raises(GGUFError, match="closed"):
-                use("w")
+        with pytest.raises(GGUFError, match="closed"):
+            file.data("w")
+
+    def test_memory_is_used_again_only_when_nobody_looks(self, tmp_path: Path) -> None:
+        tensors = {name: weights(64, 64) + i for i, name in enumerate("abcdef")}
+        with GGUF.open(write_gguf(tmp_path / "m", {}, tensors)) as file:
+            rows = {name: file.data(name).view(np.float32).reshape(64, 64)[3] for name in "abc"}
+            gone = file.data("d").ctypes.data
+            assert file.data("e").ctypes.data == gone
+            file.data("f")
+            for name, row in rows.items():
+                assert np.array_equal(row, tensors[name][3])
 
     def test_an_unknown_tensor_is_named(self, tmp_path: Path) -> None:
         with (
@@ -225,22 +236,71 @@ class TestMapping:
         ):
             file.data("x")
 
-    @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-    def test_release_gives_memory_back_and_keeps_the_contents(self, tmp_path: Path) -> None:
-        def resident() -> int:
-            lines = Path("/proc/self/status").read_text().splitlines()
-            return next(int(line.split()[1]) for line in lines if line.startswith("RssFile"))
+    def test_a_header_larger_than_the_first_look(self, tmp_path: Path) -> None:
+        words = [f"word {i}" * (i % 7) for i in range(200_000)]
+        numbers = list(range(1_000_000))
+        path = write_gguf(tmp_path / "m", {"n": numbers, "words": words}, {"w": weights(8)})
+        with GGUF.open(path) as file:
+            assert file.get_strings("words") == words
+            assert file.get_array("n").tolist() == numbers
+            assert file.data("w").tobytes() == weights(8).tobytes()
 
-        tensors = {"a": weights(5), "big": weights(1024, 4096), "z": weights(5)}
-        with GGUF.open(write_gguf(tmp_path / "m", {}, tensors)) as file:
-            before = file.data("big").tobytes()
-            touched = resident()
-            file.release("big")
-            released = resident()
-            assert touched - released > 15 * 1024  # of 16 MiB, in KiB
-            assert file.data("big").tobytes() == before == tensors["big"].tobytes()
-            file.release("a")  # smaller than a page: nothing to drop, and no harm
-            assert file.data("a").tobytes() == tensors["a"].tobytes()
+
+class TestFilesThatChange:
+    """Another process may do to a file what it likes."""
+
+    def test_cut_short_is_an_error(self, tmp_path: Path) -> None:
+        path = write_gguf(tmp_path / "m", {}, {"a": weights(8), "b": weights(1024, 64)})
+        with GGUF.open(path) as file:
+            end = file.tensors["b"].offset + file.tensors["b"].nbytes
+            os.truncate(path, 4096)
+            file.data("a")
+            with pytest.raises(GGUFError, match=rf"m: ends at 4096 bytes, tensor 'b' needs {end}"):
+                file.data("b")
+
+    def test_cut_short_while_a_model_is_loaded(self, tmp_path: Path) -> None:
+        path = tmp_path / "m.gguf"
+        tiny.write(path, tiny.VARIANTS["llama"])
+        with pytest.raises(GGUFError, match=r"m\.gguf: ends at \d+ bytes, tensor '.*' needs \d+"):
+            quire.load(path, progress=lambda done, total: os.truncate(path, 2048))
+
+    def test_replaced_while_it_is_loaded_changes_nothing(self, tmp_path: Path) -> None:
+        path, other = tmp_path / "m.gguf", tmp_path / "other.gguf"
+        tiny.write(path, tiny.VARIANTS["llama"])
+        tiny.write(other, tiny.VARIANTS["qwen3"])
+        with quire.load(path) as llm:
+            expected = llm.logits([1, 2, 3])
+        replaced = iter([other])
+
+        def replace(done: int, total: int) -> None:
+            for source in replaced:
+                os.replace(source, path)
+
+        with quire.load(path, progress=replace) as llm:
+            assert next(replaced, None) is None
+            assert np.array_equal(llm.logits([1, 2, 3]), expected)
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+    def test_nothing_stays_mapped_or_open(self, tmp_path: Path) -> None:
+        path = tmp_path / "unmistakable.gguf"
+        tiny.write(path, tiny.VARIANTS["llama"])
+        with quire.load(path):
+            assert path.name not in Path("/proc/self/maps").read_text()
+            links = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
+                     if os.path.lexists(f"/proc/self/fd/{fd}")]  # fmt: skip
+            assert not any(path.name in link for link in links)
+
+    def test_a_fingerprint_is_that_of_what_was_read(self, tmp_path: Path) -> None:
+        tensors = {"a": weights(8), "b": weights(64, 1024)}
+        path = write_gguf(tmp_path / "m", {}, tensors)
+        with GGUF.open(path) as file:
+            expected = fingerprint(file)
+        with GGUF.open(path) as file:
+            for name in tensors:
+                file.data(name)
+            path.write_bytes(b"another model")
+            assert fingerprint(file) == expected
+        assert fingerprint(file) == expected  # and needs no file any more
 
 
 class TestGetters:

@@ -81,7 +81,6 @@ def use(file: GGUF) -> None:
     for name, info in file.tensors.items():
         assert file.data(name).size == info.nbytes == info.type.nbytes(info.shape)
         file.data(name).sum()
-        file.release(name)
 
 
 def splice(content: bytes, at: int, new: bytes) -> bytes:

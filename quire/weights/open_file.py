@@ -1,0 +1,98 @@
+"""A file that is read through one descriptor, from the first byte of its header to its last.
+
+What is mapped can be taken away: a file that another process cuts would end this one with a signal.
+So bytes are copied, and one that ends too early is an error. One that is replaced changes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import weakref
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.errors import FileError
+
+_AT_ONCE = 1 << 30
+_SPARE = 4
+_SPARE_BYTES = 1 << 24  # larger ones are not kept
+
+
+class OpenFile:
+    """A regular file's bytes."""
+
+    def __init__(self, path: Path, error: type[FileError], suffix: str) -> None:
+        self.path = path
+        self._error = error
+        self._descriptor = -1
+        self._spare: list[bytearray] = []  # used again: fresh memory costs as much as reading
+        try:
+            # Looked at before opening too: opening a pipe would wait for its other end.
+            for status in (os.stat, self._open):
+                found = status(path)
+                if not stat.S_ISREG(found.st_mode):
+                    raise error(f"{path}: not a regular file; pass the path of a {suffix} file")
+            if found.st_size == 0:
+                raise error(f"{path}: the file is empty; fetch it again")
+        except OSError as failure:
+            raise error(f"{path}: cannot be opened: {failure.strerror}") from failure
+        except ValueError as failure:  # a NUL in the path, or a lone surrogate
+            raise error(f"{str(path)!r}: cannot be opened: {failure}") from failure
+        self.size = found.st_size
+
+    def _open(self, path: Path) -> os.stat_result:
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return os.fstat(self._descriptor)
+
+    def read(self, offset: int, nbytes: int, what: str) -> NDArray[np.uint8]:
+        """A copy of some bytes; `what` is what errors call them."""
+        self.check_open()
+        out = self._buffer(nbytes)
+        view = out.data
+        done = 0
+        while done < nbytes:
+            try:
+                got = os.preadv(self._descriptor, [view[done : done + _AT_ONCE]], offset + done)
+            except OSError as failure:
+                raise self._error(f"{self.path}: {what}: {failure.strerror}") from failure
+            if got == 0:
+                raise self._error(
+                    f"{self.path}: ends at {offset + done} bytes, {what} needs {offset + nbytes}; "
+                    "it was cut while it was read, or is still being written"
+                )
+            done += got
+        return out
+
+    def _buffer(self, nbytes: int) -> NDArray[np.uint8]:
+        """An array to read into; its memory is used again once it and all views of it are gone."""
+        if not 0 < nbytes <= _SPARE_BYTES:
+            return np.empty(nbytes, np.uint8)
+        fitting = [raw for raw in self._spare if len(raw) >= nbytes]
+        raw = min(fitting, key=len) if fitting else bytearray(nbytes)
+        if fitting:
+            self._spare = [spare for spare in self._spare if spare is not raw]
+        out = np.frombuffer(raw, np.uint8, nbytes)
+        weakref.finalize(out, self._keep, raw)
+        return out
+
+    def _keep(self, raw: bytearray) -> None:
+        self._spare = sorted([*self._spare, raw], key=len)[-_SPARE:]
+
+    def check_open(self) -> None:
+        """Refuses to go on with a file that was closed."""
+        if self._descriptor < 0:
+            raise self._error(f"{self.path}: the file was closed, its tensors cannot be read")
+
+    def close(self) -> None:
+        """Lets go of the file; once is enough."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+        self._spare = []
+
+    def __del__(self) -> None:
+        if hasattr(self, "_descriptor"):
+            self.close()
