@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +40,15 @@ def save_random(folder: Path, name: str, seed: int = 0, **settings: Any) -> Any:
 
 
 def save_vocabulary(folder: Path) -> None:
-    """Tokens t0, t1, … separated by spaces; models are given ids, so text does not matter."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
+    """Tokens t0, t1, …; models are given ids, so text does not matter."""
     vocab = {f"t{i}": i for i in range(N_VOCAB)}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="t0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(folder / "tokenizer.json"))
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    tokenizer = {
+        "model": {"type": "BPE", "vocab": vocab, "merges": []},
+        "pre_tokenizer": byte_level,
+        "decoder": byte_level,
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
 def logits(model: Any, ids: list[int]) -> NDArray[np.float32]:

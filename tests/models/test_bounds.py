@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import quire
-from quire.memory.layout import AttentionLayout, KVType
-from quire.memory.state_layout import StateLayout
+from quire.memory.groups.layout import AttentionLayout, KVType
+from quire.memory.groups.state_layout import StateLayout
 from tests.model_folders import TRAINED, model_folder
 
 PAGE = 16

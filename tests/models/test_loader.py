@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from quire.errors import ModelError
-from quire.models.loader import TensorCheck, TensorLoader, loaded_bytes
+from quire.models.loader import Loader, TensorLoader
+from quire.models.tensor_check import TensorCheck
 from quire.ops.cpu import CpuOps
 from quire.weights.gguf import GGUF
 from quire.weights.quant import GGMLType, dequantize, quantize_q4_0, quantize_q8_0
@@ -46,7 +47,7 @@ def test_parts_rows_and_experts_are_stacked(file: GGUF) -> None:
 
 
 def test_every_kind_of_fault_is_listed(file: GGUF) -> None:
-    check = TensorCheck(file)
+    check = TensorCheck(file, CpuOps(1))
     check.matrix(64, ("w", 6), ("experts", 15))
     assert check.array("conv", (6, 4)).shape == (6, 4)
     check.raise_faults()
@@ -75,8 +76,25 @@ def test_matrices_become_blocks(file: GGUF, name: str, quantized) -> None:
     assert np.array_equal(load.matrix(64, ("token_embd.weight", 6)).unpack(), wanted)
 
 
-def test_what_loading_takes_is_foretold(file: GGUF) -> None:
-    assert loaded_bytes(file, None) == sum(values.nbytes for values in TENSORS.values())
-    blocks = (6 + 6 + 15) * GGMLType.Q4_0.nbytes((64,)) + 6 * GGMLType.Q8_0.nbytes((64,))
-    floats = sum(TENSORS[name].nbytes for name in ("odd", "conv", "norm"))
-    assert loaded_bytes(file, "q4_0") == blocks + floats
+@pytest.mark.parametrize("quantize", [None, "q8_0", "q4_0"])
+def test_what_loading_takes_is_foretold(file: GGUF, quantize: str | None) -> None:
+    """Matrix by matrix, by the same code that packs them."""
+    check = TensorCheck(file, CpuOps(1), quantize)
+
+    def matrices(load: Loader) -> list[int]:
+        made = [
+            load.matrix(64, ("w", 6), ("half", 6)),
+            load.matrix(64, ("w", 6, slice(1, 6, 2)), ("half", 6, np.array([4, 0]))),
+            load.matrix(64, ("experts", 15)),
+            load.experts(3, 64, ("experts", 5)),
+            load.matrix(60, ("odd", 6)),
+            load.matrix(64, ("w", 6), exact=True),
+            load.matrix(64, ("token_embd.weight", 6)),
+            load.matrix(64, ("norm", 1)),
+        ]
+        return [matrix.nbytes for matrix in made]
+
+    foretold = matrices(check)
+    assert foretold == matrices(loader(file, quantize)) and min(foretold) > 0
+    assert sum(check.packed.values()) == sum(foretold)
+    assert check.idle == (quantize is None)

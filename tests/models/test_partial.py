@@ -9,7 +9,7 @@ import pytest
 
 import quire
 from quire.engine.sequence import Sequence
-from quire.memory.interface import SeqTokens
+from quire.memory.batch import SeqTokens
 from tests.model_folders import RANDOM, TRAINED, model_folder
 
 STEPS = 30
@@ -22,7 +22,7 @@ def test_what_is_not_accepted_was_never_there(name: str, tmp_path: Path) -> None
     rng = np.random.default_rng(5)
     with quire.load(model_folder(name, tmp_path)) as llm:
         engine = llm.engine
-        kept: dict[Sequence, list[int]] = {engine.open(): [] for _ in range(3)}
+        kept: dict[Sequence, list[int]] = {engine.new_sequence(): [] for _ in range(3)}
         for step in range(STEPS):
             new = {
                 s: rng.integers(3, 4000, rng.choice([1, 2, 5, 9, 16]) if has else 30).tolist()
@@ -45,5 +45,5 @@ def test_what_is_not_accepted_was_never_there(name: str, tmp_path: Path) -> None
                 at += len(tokens)
                 kept[s] += tokens[: right[s]]
         for s in kept:
-            engine.close(s)
+            engine.end(s)
         engine.memory.audit()

@@ -69,7 +69,7 @@ class User:
         session = self.some()
         before = session.tokens
         made = session.generate(max_tokens=self.rng.choice([1, 5, 20]), **GO).token_ids
-        if not session._sequence.moved:
+        if not session._sequence.edited:
             self.check_next(before, made[0])
 
     def fork(self) -> None:
@@ -133,7 +133,7 @@ class User:
     def logits(self) -> None:
         session = self.some()
         found = session.logits()
-        if not session._sequence.moved:
+        if not session._sequence.edited:
             assert np.array_equal(found, self.roomy.logits(session.tokens)[-1])
 
     def several(self) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 import quire
-from quire.llm import Speculate
-from quire.speculate import DraftModel, EarlyExit, FirstOf, Lookahead, Ngram, drafting
+from quire.api.requests import Speculate
+from quire.engine import drafting
+from quire.speculate import DraftModel, EarlyExit, FirstOf, Lookahead, Ngram
 from tests.speculation import always, counting, pages_held
 
 __all__ = ["always"]

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 import quire
+from quire.config import LoadConfig
 from quire.errors import ModelError, QuireError
-from quire.models.extent import limited
-from quire.models.loader import loaded_bytes
 from quire.models.registry import open_weights
+from quire.ops.cpu import CpuOps
+from quire.placement.blueprint import Blueprint
 from tests import tiny
 from tests.gguf_export import export
 from tests.gguf_writer import Typed, ValueType, write_gguf
@@ -129,9 +130,13 @@ def test_layers_that_are_not_run_take_nothing(tmp_path: Path) -> None:
     facts = tiny.metadata(tiny.Tiny(layers=3)) | {"llama.nextn_predict_layers": 1}
     write_gguf(tmp_path / "m.gguf", facts, tiny.weights(tiny.Tiny(layers=3)))
     tiny.write(tmp_path / "two.gguf", tiny.Tiny(layers=2))
+    ops, usual, less = CpuOps(1), LoadConfig(), LoadConfig(n_layer_exit=2)
     with open_weights(tmp_path / "m.gguf") as more, open_weights(tmp_path / "two.gguf") as two:
-        assert loaded_bytes(more, None) == loaded_bytes(two, None)
-        assert loaded_bytes(limited(more, 2, None), None) == loaded_bytes(two, None)
+        expected = Blueprint.read(two, ops, usual)
+        for got in (Blueprint.read(more, ops, usual), Blueprint.read(more, ops, less)):
+            assert got.weight_bytes == expected.weight_bytes
+            assert got.groups == expected.groups and got.active == expected.active
+    assert np.array_equal(logits(tmp_path / "m.gguf"), logits(tmp_path / "two.gguf"))
 
 
 # ---- text models inside others --------------------------------------------------------------

@@ -1,0 +1,68 @@
+"""Whatever is done with sessions, they hold what their tokens say: see tests/session_world.py."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import quire
+from tests import session_kinds
+from tests.session_oracle import Oracle
+from tests.session_truth import Truth
+
+
+@pytest.fixture(autouse=True)
+def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def one_world(path: Path, kind: str, truth: Truth, seed: int, folder: Path, deeds: int) -> int:
+    """So many deeds in one tight model; how many there were in all, looks included."""
+    rng = random.Random(seed)
+    weights = truth.llm.model.weight_bytes
+    settings: dict[str, Any] = session_kinds.tight(kind, rng, weights)
+    speed = rng.choice([0.0, 1e-3, 1e6])  # whether parking or computing again seems sooner done
+    drafts = seed % 4 == 0
+    if drafts and "memory_budget" in settings:
+        settings["memory_budget"] += weights
+    llm = quire.load(path, **settings)
+    llm.engine.room._seconds_per_token = lambda: speed
+    draft = None
+    if drafts:
+        draft = quire.load(path, n_ctx=session_kinds.N_CTX, threads=1, beside=llm)
+    oracle = Oracle(llm, truth, seed, folder, draft=draft)
+    oracle.run(deeds)
+    if draft:
+        draft.close()
+    llm.close()
+    assert llm.budget.used == 0, llm.budget.breakdown
+    return len(oracle.log)
+
+
+def many_worlds(kind: str, folder: Path, seeds: range, deeds: int, at_least: int = 0) -> None:
+    """One after the other, until there were enough deeds."""
+    path = session_kinds.write(kind, folder)
+    with quire.load(path, n_ctx=session_kinds.N_CTX, threads=1) as roomy:
+        truth, done = Truth(roomy), 0
+        for seed in seeds:
+            done += one_world(path, kind, truth, seed, folder, deeds)
+        assert done >= at_least
+
+
+@pytest.mark.parametrize("kind", session_kinds.KINDS)
+def test_sessions_hold_what_their_tokens_say(kind: str, tmp_path: Path) -> None:
+    many_worlds(kind, tmp_path, range(4), 120)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", session_kinds.KINDS)
+def test_sessions_hold_what_their_tokens_say_for_long(kind: str, tmp_path: Path) -> None:
+    many_worlds(kind, tmp_path, range(100, 165), 320, at_least=20_000)
