@@ -1,0 +1,39 @@
+"""The table of operations on an NVIDIA GPU, in Triton.
+
+    machine.py     where tensors live, and bytes by address
+    driver.py      what the CUDA driver is asked for: devices, addresses, memory
+    arrays.py      formats.py matrices.py products.py attention.py recurrent.py pages.py
+                   sampling.py    the groups of the table: they check, then launch
+    kernels/       what is launched
+
+Importing this imports torch and triton, so nobody does before a GPU is asked for.
+"""
+
+from __future__ import annotations
+
+from quire.ops.cuda.attention import Attention
+from quire.ops.cuda.machine import Machine
+from quire.ops.cuda.pages import PageWork
+from quire.ops.cuda.products import Matrices
+from quire.ops.cuda.recurrent import RecurrentLayers
+from quire.ops.cuda.sampling import Sampling
+
+__all__ = ["CudaOps", "Machine"]
+
+
+class CudaOps(Matrices, Attention, RecurrentLayers, PageWork, Sampling):
+    """Operations on one GPU; `Machine(None)` runs its kernels in Triton's interpreter instead.
+
+    Arrays are float32. What is multiplied has the type of the weight, or of K and V: 16 bits, and
+    sums of float32. Results depend neither on the batch nor on how a prompt is cut.
+    """
+
+    @property
+    def name(self) -> str:
+        """The device, for people."""
+        return self.machine.name
+
+    @property
+    def arithmetic(self) -> str:
+        """The kind of GPU: the kernels' order of sums is fixed, that of its tensor cores is its."""
+        return f"cuda {self.machine.architecture}"

@@ -1,0 +1,178 @@
+"""The GPU as the operations see it: where tensors live, and bytes by address."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from numpy.typing import NDArray
+
+from quire.ops import Int32, Refused
+
+_POINTERS = 512  # addresses of pages that are kept as tensors
+OLDEST = (8, 0)
+"""The oldest compute capability that kernels are written for: Ampere."""
+
+
+def need(holds: object, message: str) -> None:
+    """Refuses what cannot be done, before anything is."""
+    if not holds:
+        raise Refused(message)
+
+
+def need_ids(what: str, pages: Int32, n: int, least: int = 0) -> None:
+    """Refuses anything but n page ids."""
+    need(len(pages) == n, f"{what}: {len(pages)} pages where {n} are needed")
+    need((pages >= least).all(), f"{what}: there is no page {pages.min(initial=0)}")
+
+
+def need_apart(what: str, read: Int32, written: Int32) -> None:
+    """Refuses work that would depend on its order: pages written twice, or written and read."""
+    need(len(np.unique(written)) == len(written), f"{what}: a page is written twice")
+    need(not np.isin(written, read).any(), f"{what}: a page is written and read")
+
+
+def from_lowest(base: int, page_bytes: int, *columns: Int32) -> tuple[int, list[NDArray[np.int32]]]:
+    """Pages by their distance from the lowest one of all, and where that lies; -1 stays -1.
+
+    Memory behind a pool's first page may have been given back, behind pages in use it is not.
+    """
+    lowest = min((int(c[c >= 0].min(initial=2**31 - 1)) for c in columns), default=2**31 - 1)
+    if lowest == 2**31 - 1:
+        return 0, [np.asarray(c, np.int32) for c in columns]
+    moved = [np.where(c >= 0, c - lowest, -1).astype(np.int32) for c in columns]
+    return base + lowest * page_bytes, moved
+
+
+class _At:
+    """Bytes of a GPU at an address, as torch takes them over."""
+
+    def __init__(self, address: int, dtype: str) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (address, False), "shape": (1,), "typestr": dtype, "strides": None, "version": 3
+        }  # fmt: skip
+
+
+class Machine:
+    """One GPU, or the host under Triton's interpreter, which is how kernels run without one."""
+
+    def __init__(self, index: int | None) -> None:
+        """The GPU of this number; None for the interpreter."""
+        self.interpreted = index is None
+        self.device = torch.device("cpu") if index is None else torch.device("cuda", index)
+        self._pointers: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        if self.interpreted:
+            return "cuda (interpreted)"
+        return f"cuda ({torch.cuda.get_device_name(self.device)})"
+
+    @property
+    def architecture(self) -> str:
+        """What kernels are compiled for."""
+        if self.interpreted:
+            return "interpreted"
+        major, minor = torch.cuda.get_device_capability(self.device)
+        return f"sm_{major}{minor}"
+
+    def upload(self, values: NDArray[Any]) -> torch.Tensor:
+        """Host values as a tensor of the device."""
+        plain = np.ascontiguousarray(values)
+        if not plain.flags.writeable:  # torch warns of arrays that it must not write
+            plain = plain.copy()
+        return torch.from_numpy(plain).to(self.device, copy=True)
+
+    def upload_all(self, columns: Sequence[NDArray[np.int32]]) -> list[torch.Tensor]:
+        """Several arrays of int32 in one transfer."""
+        sizes = [column.size for column in columns]
+        packed = self.upload(np.concatenate([np.ravel(column) for column in columns]))
+        ends = list(itertools.accumulate(sizes))
+        return [packed[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """A tensor that nobody has written yet."""
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def pointer(self, address: int, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor that starts at an address: what kernels take for the pages of a pool.
+
+        There must be memory: Triton looks. So callers count pages from the lowest one in use.
+        """
+        key = address, dtype
+        if (found := self._pointers.get(key)) is None:
+            if len(self._pointers) >= _POINTERS:
+                self._pointers.clear()
+            found = self._pointers[key] = self._at(address, dtype)
+        return found
+
+    def _at(self, address: int, dtype: torch.dtype) -> torch.Tensor:
+        if self.interpreted:
+            # Of one size for every type: the interpreter tells storages apart by address alone.
+            some = (ctypes.c_uint8 * 8).from_address(address)
+            return torch.frombuffer(some, dtype=dtype)
+        kinds = {torch.uint8: "|u1", torch.int8: "|i1", torch.float16: "<f2", torch.float32: "<f4",
+                 torch.int64: "<i8"}  # fmt: skip
+        if dtype is torch.bfloat16:
+            return torch.as_tensor(_At(address, "<f2"), device=self.device).view(torch.bfloat16)
+        return torch.as_tensor(_At(address, kinds[dtype]), device=self.device)
+
+    def half(self, dtype: torch.dtype) -> torch.dtype:
+        """The type in which values of a type are multiplied: the interpreter has no bfloat16."""
+        return torch.float32 if self.interpreted and dtype is torch.bfloat16 else dtype
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that torch holds of the GPU, used or kept for later."""
+        return 0 if self.interpreted else int(torch.cuda.memory_reserved(self.device))
+
+    def trim(self) -> None:
+        """Returns what torch only keeps for later."""
+        if not self.interpreted:
+            torch.cuda.empty_cache()
+
+
+def power_of_two(n: int, least: int = 1) -> int:
+    """The next power of two."""
+    return max(int(triton.next_power_of_2(n)), least)
+
+
+def missing(index: int) -> str | None:
+    """Why there is no GPU of this number to compute on, or None."""
+    use_cpu = "or use device='cpu'"
+    if torch.version.cuda is None:
+        return (
+            f"device='cuda' needs a PyTorch built for CUDA, and {torch.__version__} is not; "
+            f"install one from pytorch.org, {use_cpu}"
+        )
+    if not torch.cuda.is_available():
+        return (
+            f"device='cuda' needs an NVIDIA driver that PyTorch {torch.__version__} (CUDA "
+            f"{torch.version.cuda}) can use, and there is none, or no GPU; update it, {use_cpu}"
+        )
+    if not 0 <= index < torch.cuda.device_count():
+        return f"there is no GPU {index}: this machine has {torch.cuda.device_count()}"
+    found = torch.cuda.get_device_capability(index)
+    if found < OLDEST:
+        return (
+            f"{torch.cuda.get_device_name(index)} has compute capability {found[0]}.{found[1]}, "
+            f"and kernels need {OLDEST[0]}.{OLDEST[1]} (Ampere) or newer; {use_cpu[3:]}"
+        )
+    return None
+
+
+def wait(index: int) -> None:
+    """Until the GPU has done what it was told."""
+    torch.cuda.synchronize(index)
+
+
+def pinned(size: int) -> NDArray[np.uint8]:
+    """Host memory that the GPU copies from and to at full speed."""
+    found: NDArray[np.uint8] = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+    return found

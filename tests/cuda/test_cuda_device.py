@@ -1,0 +1,91 @@
+"""A GPU's memory: taken where it is needed, given back, and read and written through the host."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from quire.devices.budget import Budget
+from quire.devices.cuda import CudaDevice, default_budget
+from quire.errors import RequestError
+from tests.cuda.sides import GPU, cuda
+
+GRANULE = 2 << 20
+SLACK = 4 << 20  # what the driver takes for a kernel it loads meanwhile
+
+
+def free() -> int:
+    import torch
+
+    torch.cuda.synchronize()
+    found: int = torch.cuda.mem_get_info()[0]
+    return found
+
+
+@pytest.mark.gpu
+def test_bytes_come_and_go() -> None:
+    device = CudaDevice(Budget(1 << 36), cuda(), granule=GRANULE)
+    size = 300_032  # no multiple of a granule
+    before = free()
+    backing = device.backing("pool", size, 1 << 16, True)  # 19 GB of addresses
+    assert before - free() <= SLACK
+    backing.back(0, 40)
+    assert abs(before - free() - 40 * GRANULE) <= SLACK
+    rng = np.random.default_rng(0)
+    pages = [0, 1, 2, 7, 20, 26]
+    data = rng.integers(0, 256, (6, size)).astype(np.uint8)
+    with backing.writing(pages) as rows:
+        for row, bytes in zip(rows, data, strict=True):
+            row[:] = bytes
+    np.testing.assert_array_equal(np.stack(backing.read(pages)), data)
+    device.ops.copy_pages(
+        backing.base, size, np.array([1, 7], np.int32), np.array([3, 8], np.int32)
+    )
+    np.testing.assert_array_equal(np.stack(backing.read([3, 8])), data[[1, 3]])
+    backing.fill([1, 2, 20], 0xAB)
+    now = backing.read(pages)
+    assert (np.stack([now[1], now[2], now[4]]) == 0xAB).all()
+    np.testing.assert_array_equal(np.stack([now[0], now[3], now[5]]), data[[0, 3, 5]])
+    backing.give_back(10, 40)
+    assert abs(before - free() - 10 * GRANULE) <= SLACK
+    backing.back(12, 13)
+    np.testing.assert_array_equal(backing.read([0])[0], data[0])
+    device.drop_backing("pool")
+    assert before - free() <= SLACK
+
+
+@pytest.mark.gpu
+def test_what_cannot_be_had_changes_nothing() -> None:
+    device = CudaDevice(Budget(1 << 40), cuda())
+    backing = device.backing("pool", 1 << 20, 1 << 18, True)  # 256 GiB of addresses
+    before = free()
+    with pytest.raises(MemoryError, match=r"bytes free"):
+        backing.back(0, 1 << 13)
+    assert abs(before - free()) < 64 << 20
+    backing.back(0, 2)
+    device.drop_backing("pool")
+    with pytest.raises(MemoryError):
+        device.backing("all", 1 << 20, 1 << 18, False)
+    assert abs(before - free()) < 64 << 20
+
+
+@pytest.mark.gpu
+def test_there_is_no_such_gpu() -> None:
+    with pytest.raises(RequestError, match="there is no GPU 99"):
+        CudaDevice(Budget(1 << 30), index=99)
+    assert default_budget() > 1 << 30
+
+
+@pytest.mark.skipif(GPU, reason="there is a GPU")
+def test_without_a_gpu_the_reason_is_said() -> None:
+    with pytest.raises(RequestError, match="device='cpu'"):
+        CudaDevice(Budget(1 << 30))
+
+
+def test_importing_quire_imports_no_torch() -> None:
+    code = "import sys, quire, quire.devices.cuda; print({'torch', 'triton'} & set(sys.modules))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "set()"
