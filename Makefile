@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PEER ?= peer/bin/python  # an interpreter with llama-cpp-python: bench/README.md says how
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard quire/ops/csrc/*)
 
-.PHONY: demo test test-all lint bench clean
+.PHONY: demo test test-all test-cuda sanitize lint bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/quire run "What is the capital of France? Answer in one sentence." -n 64
@@ -15,6 +15,23 @@ test: $(VENV)/installed-test lint
 
 test-all: $(VENV)/installed-test lint
 	$(BIN)/python -m pytest -q
+
+# The extension built anew with sanitizers, and the tests of the operations with it. Python has to be
+# told of their libraries, and of the C++ one, before it starts; its own leaks are not ours.
+SANITIZED := build/sanitize
+RUNTIMES = $(foreach name,asan ubsan stdc++,$(shell $(CXX) -print-file-name=lib$(name).so))
+
+sanitize: $(VENV)/installed-sanitize
+	$(BIN)/cmake -S . -B $(SANITIZED) -DQUIRE_SANITIZE=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
+	  -Dnanobind_DIR=$$($(BIN)/python -m nanobind --cmake_dir)
+	$(BIN)/cmake --build $(SANITIZED) --parallel
+	LD_PRELOAD="$(RUNTIMES)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	  PYTHONMALLOC=malloc $(BIN)/python -m pytest -q --capture=sys -p tests.ops.sanitized -m "not slow" tests/ops \
+	  && echo "sanitize: passed" || { echo "sanitize: FAILED"; exit 1; }
+
+# On a machine with a GPU: PyTorch and Triton are taken from its own Python.
+test-cuda:
+	sh tests/cuda/run.sh
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check quire tests bench examples docs/make_cli.py
@@ -38,3 +55,7 @@ $(VENV)/installed: $(VENV)/bin/python $(SOURCES)
 $(VENV)/installed-test: $(VENV)/bin/python $(SOURCES)
 	$(BIN)/python -m pip install --quiet -e ".[test]"
 	touch $(VENV)/installed $@
+
+$(VENV)/installed-sanitize: $(VENV)/installed-test
+	$(BIN)/python -m pip install --quiet cmake nanobind
+	touch $@

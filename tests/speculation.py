@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import quire
-from quire.memory.pool import PagePool
-from quire.speculate import drafting
+from quire.devices.device import PageWork
+from quire.engine import drafting
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def counting(llm: quire.LLM) -> Iterator[Counter[str]]:
     """Pages copied, tokens embedded, and rows times layers computed, while the block runs."""
     counts: Counter[str] = Counter()
     model: Any = llm.model
-    embed, run, copy = model.embed, model.run, PagePool.copy_page
+    embed, run, copy = model.embed, model.run, PageWork.copy
 
     def counted_embed(batch: Any) -> Any:
         counts["tokens"] += len(batch.tokens)
@@ -37,14 +37,14 @@ def counting(llm: quire.LLM) -> Iterator[Counter[str]]:
         counts["rows"] += len(batch.tokens) * (stop - start)
         run(x, batch, start, stop)
 
-    def counted_copy(pool: PagePool, source: int, target: int) -> None:
+    def counted_copy(work: PageWork, pool: str, source: int, target: int) -> None:
         counts["copies"] += 1
-        copy(pool, source, target)
+        copy(work, pool, source, target)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model, "embed", counted_embed)
         patch.setattr(model, "run", counted_run)
-        patch.setattr(PagePool, "copy_page", counted_copy)
+        patch.setattr(PageWork, "copy", counted_copy)
         yield counts
 
 

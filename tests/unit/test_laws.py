@@ -11,6 +11,7 @@ import pytest
 
 import quire
 from quire import errors
+from quire.engine.sequence import Sequence
 
 ROOT = Path(quire.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
@@ -45,16 +46,110 @@ def test_imports_go_one_way(path: Path) -> None:
     if where == "ops":
         assert reaches(modules, "quire") <= reaches(modules, "quire.ops")
     if where == "memory":
-        assert not reaches(modules, "quire.models", "quire.engine", "quire.llm")
+        assert not reaches(modules, "quire.models", "quire.engine")
     if where == "models":
-        assert not reaches(modules, "quire.engine", "quire.llm")
+        assert not reaches(modules, "quire.engine")
+    if where == "engine":
+        assert not reaches(modules, "quire.speculate", "quire.text")
     if where in ("ops", "memory", "models", "text", "weights", "engine", "speculate"):
-        assert not reaches(modules, "quire.cli", "quire.server", "quire.llm", "quire.session")
+        assert not reaches(modules, "quire.cli", "quire.server", "quire.api")
     if where != "ops" or "cuda" not in path.parts:
         assert not reaches(modules, "torch", "triton")
     if path != ROOT / "config.py":
         assert not reaches(modules, "os.environ")
         assert "os.environ" not in path.read_text() and "getenv" not in path.read_text()
+
+
+def home(module: str) -> str:
+    """The package of a module of quire, or the module itself where it is in none."""
+    _, _, rest = module.partition(".")
+    return rest.partition(".")[0]
+
+
+def package_graph() -> dict[str, set[str]]:
+    """Which package imports from which, for the sake of types too."""
+    known = {path.relative_to(ROOT).parts[0].removesuffix(".py") for path in FILES}
+    graph: dict[str, set[str]] = {}
+    for path in FILES:
+        where = path.relative_to(ROOT).parts[0].removesuffix(".py")
+        found = {home(m) for m in imports(path) if m.startswith("quire.")}
+        graph.setdefault(where, set()).update((found & known) - {where})
+    return graph
+
+
+def test_packages_have_no_cycles() -> None:
+    graph = package_graph()
+    graph.pop("__init__")
+    while free := {where for where, needs in graph.items() if not needs & graph.keys()}:
+        for where in free:
+            del graph[where]
+    assert not graph, (
+        f"these import each other: { {w: n & graph.keys() for w, n in graph.items()} }"
+    )
+
+
+@pytest.mark.parametrize(
+    ("upper", "lower"),
+    [
+        ("api", "engine"), ("engine", "memory"), ("engine", "models"), ("speculate", "engine"),
+        ("cli", "api"), ("models", "ops"), ("memory", "ops"), ("memory", "devices"),
+        ("devices", "ops"),
+    ],
+)  # fmt: skip
+def test_packages_look_down(upper: str, lower: str) -> None:
+    """Whatever one reaches through others, the other never reaches it."""
+    graph = package_graph()
+    seen, todo = set(), [lower]
+    while todo:
+        for needed in graph.get(todo.pop(), set()) - seen:
+            seen.add(needed)
+            todo.append(needed)
+    assert upper not in seen
+
+
+SEQUENCE_FIELDS = set(vars(Sequence(0))) - {"id"}
+CHANGES_TOKENS = {"append", "extend", "truncate", "remove"}
+
+
+def changed_elsewhere(source: str) -> list[int]:
+    """Lines that assign to a sequence's fields, or change its tokens, in place of itself."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        targets: list[ast.expr] = []
+        if isinstance(node, ast.Assign):
+            targets = list(node.targets)
+        elif isinstance(node, (ast.AugAssign, ast.AnnAssign)):
+            targets = [node.target]
+        for target in targets:
+            for part in ast.walk(target):
+                if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store):
+                    own = isinstance(part.value, ast.Name) and part.value.id == "self"
+                    if part.attr in SEQUENCE_FIELDS and not own:
+                        found.append(node.lineno)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            holder = node.func.value
+            if node.func.attr in CHANGES_TOKENS and isinstance(holder, ast.Attribute):
+                own = isinstance(holder.value, ast.Name) and holder.value.id in ("self", "one")
+                if holder.attr == "tokens" and not own:
+                    found.append(node.lineno)
+    return found
+
+
+def test_a_sequence_has_one_writer() -> None:
+    assert changed_elsewhere("sequence.computed += 1")
+    assert changed_elsewhere("a.sequence.status, b = PARKED, 1")
+    assert changed_elsewhere("sequence.tokens.append(5)")
+    for path in FILES:
+        if package(path) in ("engine", "speculate", "api", "cli") and path.name != "sequence.py":
+            lines = changed_elsewhere(path.read_text())
+            assert not lines or _of_others(path, lines) == [], f"{path}: lines {lines}"
+
+
+def _of_others(path: Path, lines: list[int]) -> list[str]:
+    """Those lines that are not about another class with a field of the same name."""
+    text = path.read_text().splitlines()
+    others = ("one.logits", "one.error", "job.error", "work.error", "twin._")
+    return [text[n - 1] for n in lines if not text[n - 1].strip().startswith(others)]
 
 
 def test_import_is_light() -> None:

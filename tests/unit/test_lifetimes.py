@@ -159,7 +159,7 @@ def test_marks_belong_to_a_model_and_last_until_dropped(llm: quire.LLM, path: Pa
 
 
 def test_an_error_is_told_once(path: Path) -> None:
-    with quire.load(path, kv_cache_tokens=64, n_ctx=200) as llm:
+    with quire.load(path, kv_cache_tokens=64, n_ctx=200, swap_space=0) as llm:
         hog = llm.session().append([1] * 40)
         hog.checkpoint()
         with llm.session() as s:
@@ -248,3 +248,35 @@ def test_arrays_of_many_shapes_take_no_more_and_more(path: Path) -> None:
         first = run(80, llm)
         assert run(300, llm) <= 1.3 * first
         assert llm.budget.breakdown["compute"] == llm.ops.compute_bytes
+
+
+def test_a_load_that_fails_gives_everything_back(path: Path) -> None:
+    with quire.load(path, memory_budget="64MiB") as llm:
+        before = llm.budget.breakdown
+        with pytest.raises(quire.errors.QuireError):
+            quire.load(path, beside=llm, kv_cache_demand_paged=False, kv_cache_tokens=10**7)
+        assert llm.budget.breakdown == before
+
+        def stop(done: int, total: int) -> None:
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            quire.load(path, beside=llm, progress=stop)
+        assert llm.budget.breakdown == before
+
+
+def test_cached_prefixes_hold_no_more_than_half(path: Path) -> None:
+    rng = np.random.default_rng(1)
+    with quire.load(path, memory_budget="4MiB", swap_space=0) as llm:
+        free = llm.budget.free
+        common = rng.integers(0, 250, 40).tolist()  # pages that several entries hold together
+        for _ in range(60):
+            llm.generate([*common, *rng.integers(0, 250, 60).tolist()], max_tokens=2)
+            assert llm.engine.prefix.index.held_bytes <= free // 2
+            assert llm.memory.as_dict()["prefix"]["bytes_only_here"] <= free // 2
+
+
+@pytest.mark.parametrize("named", [{"beside": 5}, {"progress": 5}])
+def test_odd_arguments_of_load_are_refused(path: Path, named: dict[str, int]) -> None:
+    with pytest.raises(RequestError, match=next(iter(named))):
+        quire.load(path, **named)  # type: ignore[arg-type]

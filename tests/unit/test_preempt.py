@@ -10,7 +10,11 @@ import numpy as np
 import pytest
 
 import quire
-from quire.errors import OutOfMemory, TierError
+from quire.engine.plan import Plan
+from quire.engine.sequence import PARKED
+from quire.errors import OutOfMemory, RequestError, TierError
+from quire.memory.lease import Lease
+from quire.ops import Refused
 from tests import tiny
 
 PROMPTS = [[i] * (20 + i) for i in range(12)]
@@ -61,6 +65,7 @@ def test_by_swapping(
         assert generate(llm) == expected
         assert counts(llm)["parked"] > 0 and counts(llm)["recomputed"] == 0
         assert counts(llm)["parked"] == counts(llm)["brought back"]
+        llm.forget()  # cached prefixes went there too
         assert [tier["used"] for tier in llm.memory.as_dict()["tiers"].values()] == [0]
 
 
@@ -139,3 +144,51 @@ def test_nothing_is_left_of_a_swap_file(path: Path, swap_folder: Path) -> None:
         llm.engine.room._seconds_per_token = lambda: 1e6
         generate(llm)
         assert [p for p in swap_folder.rglob("*") if p.is_file()] == []
+
+
+def test_a_parked_session_goes_on(path: Path) -> None:
+    """Its next token is known before its pages are back, and counts once."""
+    with quire.load(path) as roomy:
+        wanted = roomy.generate([7] * 60, max_tokens=9, ignore_eos=True).token_ids
+    with quire.load(path, kv_cache_tokens=160, n_ctx=160) as llm, llm.session() as s:
+        s.append([7] * 60)
+        llm.generate([5] * 120, max_tokens=20, ignore_eos=True)
+        assert s.sequence.status is PARKED and s.sequence.logits is not None
+        assert s.generate(max_tokens=9, ignore_eos=True).token_ids == wanted
+        assert s.tokens == [7] * 60 + wanted
+
+
+def test_an_edited_session_survives_what_fails(path: Path) -> None:
+    """Its tokens would be others if they were computed again: it is kept, or it says so."""
+    for swap in (0, "1GiB"):
+        with (
+            quire.load(path, kv_cache_tokens=256, n_ctx=256, swap_space=swap) as llm,
+            llm.session() as s, llm.session() as hog,
+        ):  # fmt: skip
+            s.append(list(range(100))).remove(10, 40)
+            before, tokens = s.logits(), s.tokens
+            hog.append([5] * 100).checkpoint()
+            with pytest.raises(OutOfMemory) if swap == 0 else nullcontext():
+                s.append([9] * 150).rewind(-150)  # with swap, the mark of the other makes room
+            assert s.tokens == tokens and np.array_equal(s.append([]).logits(), before)
+            llm.memory.audit()
+
+
+def test_one_that_the_device_refuses_fails_alone(
+    path: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with quire.load(path) as llm:
+        real = llm.engine.runner.forward
+
+        def forward(plan: Plan, lease: Lease) -> object:
+            if any(entry.sequence.tokens[0] == 3 for entry in plan.entries):
+                raise Refused("injected")
+            return real(plan, lease)
+
+        monkeypatch.setattr(llm.engine.runner, "forward", forward)
+        streams = [llm.stream(p, max_tokens=40, ignore_eos=True) for p in PROMPTS[:6]]
+        for i, stream in enumerate(streams):
+            with pytest.raises(RequestError, match="injected") if i == 3 else nullcontext():
+                list(stream)
+                assert stream.completion.token_ids == expected[i]
+        llm.memory.audit()

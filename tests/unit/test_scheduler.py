@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.engine.generation import Generation, StopRules
+from quire.engine.planner import Planner
 from quire.engine.scheduler import Scheduler
-from quire.engine.sequence import Accepted, Ends, Generation, Sequence
-from quire.types import Request, Sampling
+from quire.engine.sequence import LOST, PARKED, Sequence
+from quire.errors import QuireError
+from quire.types import Sampling
 
 END = 99
 
@@ -21,47 +25,99 @@ class CountingMemory:
     def __init__(self, room: int, tier: int = 0) -> None:
         self.room = room
         self.held: dict[int, int] = {}
-        self.giving = Giving(self, tier)
+        self.away: dict[int, int] = {}
+        self.tier = tier
 
     def fits(self, counts: Seq[tuple[int, int]]) -> bool:
-        back = sum(self.giving.away.get(seq, 0) for seq, _ in counts)
+        back = sum(self.away.get(seq, 0) for seq, _ in counts)
         return back + sum(self.held.values()) + sum(n for _, n in counts) <= self.room
 
 
-class Giving:
+class CountingRoom:
     """Makes room at once; with `tier`, by parking as long as so many tokens fit there."""
 
-    def __init__(self, memory: CountingMemory, tier: int = 0) -> None:
+    def __init__(self, memory: CountingMemory, active: list[Sequence]) -> None:
         self.memory = memory
-        self.tier = tier
-        self.away: dict[int, int] = {}
+        self.active = active
 
-    def evict_one(self) -> bool:
-        return False
-
-    def park_idle(self) -> bool:
-        return False
+    def make(self, fits: Callable[[], bool], for_: Sequence | None, up_to: int) -> bool:
+        while not fits():
+            others = [o for o in reversed(self.active) if o is not for_ and o.computed]
+            if for_ is None or not others:
+                return False
+            if not any(self.preempt(other) for other in others):
+                self.lose(others[0])
+        return True
 
     def preempt(self, sequence: Sequence) -> bool:
-        if sequence.parked:
+        if sequence.status is PARKED:
             return False
         held = self.memory.held.get(sequence.id, 0)
-        if sum(self.away.values()) + held <= self.tier:
-            self.away[sequence.id] = self.memory.held.pop(sequence.id)
-            sequence.parked = True
+        if sum(self.memory.away.values()) + held <= self.memory.tier:
+            self.memory.away[sequence.id] = self.memory.held.pop(sequence.id)
+            sequence.park()
         else:
-            self.give_up(sequence)
+            self.lose(sequence)
+        sequence.preempt()
         return True
 
     def bring_back(self, sequence: Sequence) -> bool:
-        self.memory.held[sequence.id] = self.away.pop(sequence.id)
-        sequence.parked = False
+        self.memory.held[sequence.id] = self.memory.away.pop(sequence.id)
+        sequence.unpark()
         return True
 
-    def give_up(self, sequence: Sequence) -> None:
+    def lose(self, sequence: Sequence) -> None:
         self.memory.held.pop(sequence.id, None)
-        self.away.pop(sequence.id, None)
-        sequence.computed, sequence.parked = 0, False
+        self.memory.away.pop(sequence.id, None)
+        sequence.lose()
+
+
+class NoPrefixes:
+    """Nothing is known of any prompt."""
+
+    def start_over(self, sequence: Sequence) -> None:
+        assert sequence.status is LOST
+        sequence.adopt(0, None)
+
+
+class House:
+    """A scheduler, and what carries out its plans."""
+
+    def __init__(self, room: int, max_tokens: int, tier: int = 0) -> None:
+        self.memory = CountingMemory(room, tier)
+        self.scheduler = Scheduler(max_tokens)
+        self.failed: list[int] = []
+        giving: Any = CountingRoom(self.memory, self.scheduler.active)
+        memory: Any = self.memory
+        prefixes: Any = NoPrefixes()
+        self.planner = Planner(self.scheduler, memory, giving, prefixes, self._fail)
+
+    def _fail(self, sequence: Sequence, error: QuireError) -> None:
+        self.failed.append(sequence.id)
+        self.memory.held.pop(sequence.id, None)
+        self.scheduler.remove(sequence)
+
+    def step(self, token: int = 5) -> dict[int, str | None]:
+        """One token for everybody who reaches its end; returns who got one, and why it ended."""
+        plan = self.planner.plan(self.scheduler.active)
+        assert sum(e.count for e in plan.entries) <= self.scheduler.max_tokens
+        gained: dict[int, str | None] = {}
+        for entry in plan.entries:
+            sequence, held = entry.sequence, self.memory.held.get(entry.sequence.id, 0)
+            assert held == sequence.computed
+            self.memory.held[sequence.id] = held + entry.count
+            sequence.advance(entry.count)
+            if entry.ends:
+                assert sequence.generation is not None
+                gained[sequence.id] = reason = sequence.generation.take(token)
+                sequence.gain([token])
+                if reason:
+                    self.scheduler.remove(sequence)
+        assert sum(self.memory.held.values()) <= self.memory.room
+        for id, reason in gained.items():
+            if reason:
+                del self.memory.held[id]
+        return gained
 
 
 class NoSampler:
@@ -69,34 +125,11 @@ class NoSampler:
         pass
 
 
-def sequence(id: int, prompt: int, answer: int) -> Sequence:
+def sequence(id: int, prompt: int, answer: int, ignore_eos: bool = False) -> Sequence:
     made = Sequence(id, [1] * prompt)
-    made.generation = Generation(
-        Request((), Sampling(max_tokens=answer)), NoSampler(), None, Ends(frozenset({END}), answer)
-    )
+    sampling = Sampling(max_tokens=answer, ignore_eos=ignore_eos)
+    made.start(Generation(sampling, NoSampler(), None, StopRules(frozenset({END}), answer)))
     return made
-
-
-def step(scheduler: Scheduler, memory: CountingMemory, token: int = 5) -> list[Any]:
-    plan = scheduler.plan(memory)
-    accepted = []
-    for entry in plan.entries:
-        held = memory.held.get(entry.sequence.id, 0)
-        assert held == entry.sequence.computed
-        memory.held[entry.sequence.id] = held + entry.count
-        one = Accepted(entry.sequence, entry.count)
-        if entry.ends:
-            assert entry.sequence.generation is not None
-            one.tokens = [token]
-            one.finish_reason = entry.sequence.generation.take(token)
-        accepted.append(one)
-    assert sum(e.count for e in plan.entries) <= scheduler.max_tokens
-    assert sum(memory.held.values()) <= memory.room
-    outputs = scheduler.advance(accepted)
-    for output in outputs:
-        if output.finish_reason or output.error:
-            memory.held.pop(output.sequence, None)
-    return outputs
 
 
 @given(
@@ -108,53 +141,75 @@ def step(scheduler: Scheduler, memory: CountingMemory, token: int = 5) -> list[A
 def test_whoever_fits_alone_finishes(
     sizes: list[tuple[int, int]], room: int, max_tokens: int, tier: int
 ) -> None:
-    memory = CountingMemory(room, tier)
-    scheduler = Scheduler(max_tokens, memory.giving)
+    house = House(room, max_tokens, tier)
     for id, (prompt, answer) in enumerate(sizes):
-        scheduler.add(sequence(id, prompt, answer))
+        house.scheduler.add(sequence(id, prompt, answer))
     gained = dict.fromkeys(range(len(sizes)), 0)
     for _ in range(20_000):
-        if not scheduler.active:
+        if not house.scheduler.active:
             break
-        for output in step(scheduler, memory):
-            assert output.error is None
-            gained[output.sequence] += len(output.token_ids)
-    assert not scheduler.active
+        for id in house.step():
+            gained[id] += 1
+    assert not house.scheduler.active and not house.failed
     assert gained == {id: answer for id, (_, answer) in enumerate(sizes)}
 
 
 def test_one_that_does_not_fit_alone_fails_and_others_go_on() -> None:
-    memory = CountingMemory(50)
-    scheduler = Scheduler(64, memory.giving)
-    scheduler.add(sequence(0, 51, 5))
-    scheduler.add(sequence(1, 10, 5))
-    outputs = []
+    house = House(50, 64)
+    house.scheduler.add(sequence(0, 51, 5))
+    house.scheduler.add(sequence(1, 10, 5))
+    gained = 0
     for _ in range(50):
-        if scheduler.active:
-            outputs += step(scheduler, memory)
-    assert [o.sequence for o in outputs if o.error] == [0]
-    assert sum(len(o.token_ids) for o in outputs if o.sequence == 1) == 5
+        if house.scheduler.active:
+            gained += 1 in house.step()
+    assert house.failed == [0] and gained == 5
 
 
 def test_generating_sequences_do_not_wait_for_a_prompt() -> None:
-    memory = CountingMemory(1000)
-    scheduler = Scheduler(8, memory.giving)
-    scheduler.add(sequence(0, 4, 50))
-    step(scheduler, memory)
-    scheduler.add(sequence(1, 100, 5))
+    house = House(1000, 8)
+    house.scheduler.add(sequence(0, 4, 50))
+    house.step()
+    house.scheduler.add(sequence(1, 100, 5))
     for _ in range(10):
-        plan = scheduler.plan(memory)
+        plan = house.planner.plan(house.scheduler.active)
         assert [(e.sequence.id, e.count) for e in plan.entries] == [(0, 1), (1, 7)]
-        step(scheduler, memory)
+        house.step()
+
+
+def test_a_plan_changes_nothing() -> None:
+    """Asked again it says the same, whether it fits or not; what gives way is only named."""
+    house = House(30, 64)
+    for id in range(3):
+        house.scheduler.add(sequence(id, 9, 20))
+    house.step()
+    active = house.scheduler.active
+    before = [dict(vars(s)) for s in active]
+    plans = [house.scheduler.plan(active, house.memory.fits) for _ in range(2)]
+    assert plans[0] == plans[1] and len(plans[0].entries) == 3
+    less = [house.scheduler.less(plan) for plan in plans]
+    assert less[0] == less[1]
+    assert less[0].preempted == [active[2]] and len(less[0].entries) == 2
+    alone = house.scheduler.less(house.scheduler.less(less[0]))
+    assert [who for who, _ in alone.failed] == [active[0]] and not alone.entries
+    assert [dict(vars(s)) for s in active] == before
 
 
 def test_an_end_token_ends_unless_ignored() -> None:
     for ignore, reason in ((False, "stop"), (True, None)):
-        memory = CountingMemory(100)
-        scheduler = Scheduler(8, memory.giving)
-        one = sequence(0, 2, 50)
-        assert one.generation is not None
-        one.generation.sampling = Sampling(max_tokens=50, ignore_eos=ignore)
-        scheduler.add(one)
-        (output,) = step(scheduler, memory, token=END)
-        assert output.finish_reason == reason and output.token_ids == (END,)
+        house = House(100, 8)
+        house.scheduler.add(sequence(0, 2, 50, ignore))
+        assert house.step(token=END) == {0: reason}
+
+
+def test_nobody_computes_more_than_it_has() -> None:
+    """A sequence that was cut back keeps a branch that lies behind its end."""
+    house = House(100, 64)
+    one = sequence(0, 20, 5)
+    one.adopt(0, 15)
+    one.truncate(10)
+    house.scheduler.add(one)
+    (entry,) = house.scheduler.plan(house.scheduler.active, house.memory.fits).entries
+    assert (entry.count, entry.ends) == (10, True)
+    one.extend([1] * 30)
+    (entry,) = house.scheduler.plan(house.scheduler.active, house.memory.fits).entries
+    assert (entry.count, entry.ends) == (15, False)

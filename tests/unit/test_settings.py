@@ -11,6 +11,7 @@ import pytest
 
 import quire
 from quire.config import LoadConfig
+from quire.engine.request import Request
 from quire.errors import ModelError, QuireError, RequestError, SafetensorsError
 from quire.models.rope import read_rope
 from quire.ops import Refused
@@ -89,23 +90,22 @@ def test_only_sequences_whose_logits_are_not_numbers_fail(
     with quire.load(tmp_path / "m.gguf") as llm:
 
         def jobs(*prompts: list[int]) -> list[Any]:
-            request = quire.types.Request((), quire.Sampling(max_tokens=8, logit_bias={7: -1000.0}))
-            if speculate:
-                request = tiny.replace(request, speculate=llm.speculator(speculate))
-            return [llm._start(list(p), request, ()) for p in prompts]  # one batch of them
+            sampling = quire.Sampling(max_tokens=8, logit_bias={7: -1000.0})
+            drafts = llm.speculator(speculate)
+            return [llm.start(Request(tuple(p), sampling, speculate=drafts), ()) for p in prompts]
 
         alone = jobs([3, 4, 5, 3, 4, 5])
-        llm.jobs.finish(alone)
+        llm.loop.wait(alone[0])
         llm.forget()
         good, bad, also_good = jobs([3, 4, 5, 3, 4, 5], [3, 7, 5], [9, 9, 9])
         while not (good.done and bad.done and also_good.done):
-            llm.jobs.step()
+            llm.loop.seat.turn(llm.loop)
         assert isinstance(bad.error, ModelError) and "not numbers" in str(bad.error)
         assert good.error is None and also_good.error is None
-        tokens = [job.completion(0.0, llm.extent).token_ids for job in (alone[0], good)]
+        tokens = [llm.completion(job).token_ids for job in (alone[0], good)]
         assert tokens[0] == tokens[1] and len(tokens[0]) == 8
         for job in (*alone, good, bad, also_good):
-            llm.jobs.drop(job)
+            llm.end(job)
         with pytest.raises(ModelError, match="not numbers"):
             llm.generate([7], max_tokens=2)
         llm.engine.memory.audit()

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from quire.config import LoadConfig, parse_bytes
-from quire.engine.sequence import Ends, Generation
+from quire.engine.generation import Generation, StopRules
 from quire.errors import RequestError
-from quire.types import Request, Sampling
+from quire.types import Sampling
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,8 @@ def test_bad_sizes_are_refused(text: Any) -> None:
         {"threads": 0},
         {"n_ctx": -1},
         {"page_tokens": 8},
-        {"device": "cuda"},
+        {"device": "tpu"},
+        {"device": "cuda:x"},
         {"activations": "f8"},
         {"moe_n_expert": 0},
         {"n_layer_exit": -1},
@@ -67,7 +68,7 @@ def test_bad_load_settings_are_refused(settings: dict[str, Any]) -> None:
 
 def test_random_numbers_depend_on_seed_and_place_alone() -> None:
     def draws(seed: int) -> list[float]:
-        generation = Generation(Request((), Sampling(seed=seed)), None, None, Ends(frozenset(), 8))
+        generation = Generation(Sampling(seed=seed), None, None, StopRules(frozenset(), 8))
         out = []
         for _ in range(200):
             out.append(generation.uniform())

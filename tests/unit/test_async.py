@@ -1,0 +1,262 @@
+"""Coroutines on one model: gathered, cancelled, slow, and in several event loops."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import quire
+from quire.errors import RequestError
+from tests import tiny
+
+GO: dict[str, Any] = {"ignore_eos": True}
+PROMPTS = [[i, 7, i + 1] * 4 for i in range(6)]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    tiny.write(made, tiny.Tiny(context=512))
+    return made
+
+
+@pytest.fixture
+def llm(path: Path) -> Iterator[quire.LLM]:
+    with quire.load(path, threads=1) as loaded:
+        yield loaded
+
+
+def pages(llm: quire.LLM) -> int:
+    gc.collect()
+    llm.forget()
+    llm.memory.audit()
+    used: int = llm.memory.as_dict()["stats"]["attention"]["pages_used"]
+    return used
+
+
+def slowed(llm: quire.LLM, seconds: float = 0.003) -> list[int]:
+    """Steps take a while; returns how many sequences each of them had."""
+    real, widths = llm.engine.runner.forward, []
+
+    def forward(plan: Any, lease: Any) -> Any:
+        widths.append(len(plan.entries))
+        threading.Event().wait(seconds)
+        return real(plan, lease)
+
+    llm.engine.runner.forward = forward  # type: ignore[method-assign]
+    return widths
+
+
+def test_gathered_requests_are_one_batch(llm: quire.LLM) -> None:
+    wanted = [llm.generate(p, max_tokens=20, **GO).token_ids for p in PROMPTS]
+    llm.forget()
+    widths = slowed(llm)
+
+    async def use() -> list[Any]:
+        return await asyncio.gather(*(llm.agenerate(p, max_tokens=20, **GO) for p in PROMPTS))
+
+    assert [done.token_ids for done in asyncio.run(use())] == wanted
+    assert max(widths) >= 4
+
+    async def batch() -> Any:
+        return await llm.agenerate(PROMPTS, max_tokens=20, **GO)
+
+    assert [done.token_ids for done in asyncio.run(batch())] == wanted
+    assert pages(llm) == 0
+
+
+def test_streams_come_piece_by_piece(llm: quire.LLM) -> None:
+    text = "".join(llm.stream("abc", max_tokens=30, **GO))
+
+    async def use() -> tuple[list[str], quire.Completion]:
+        stream = llm.astream("abc", max_tokens=30, **GO)
+        with pytest.raises(RequestError, match="not begun"):
+            _ = stream.completion
+        pieces = [piece async for piece in stream]
+        assert [piece async for piece in stream] == []
+        return pieces, stream.completion
+
+    pieces, done = asyncio.run(use())
+    assert "".join(pieces) == done.text == text and len(pieces) > 3
+    assert pages(llm) == 0
+
+
+def test_chat_and_sessions(llm: quire.LLM) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    wanted = llm.chat(messages, max_tokens=9).token_ids
+    with llm.session() as plain:
+        plain.append([1, 2, 3])
+        first = plain.generate(max_tokens=8, **GO).token_ids
+        second = plain.generate(max_tokens=8, **GO).text
+
+    async def use() -> None:
+        assert (await llm.achat(messages, max_tokens=9)).token_ids == wanted
+        with llm.session() as s:
+            await asyncio.to_thread(s.append, [1, 2, 3])
+            assert (await s.agenerate(max_tokens=8, **GO)).token_ids == first
+            pieces = []
+            async for piece in s.astream(max_tokens=8, **GO):
+                pieces.append(piece)
+                with pytest.raises(RequestError, match="a stream runs"):
+                    if len(s.tokens) < 19:
+                        await s.agenerate(max_tokens=1)
+                    else:
+                        raise RequestError("a stream runs")  # it was done by then
+            assert "".join(pieces) == second
+
+    asyncio.run(use())
+    assert pages(llm) == 0
+
+
+@pytest.mark.parametrize("when", [0.0, 0.001, 0.02, 0.05])
+def test_a_cancelled_task_gives_its_pages_back(llm: quire.LLM, when: float) -> None:
+    slowed(llm)
+
+    async def use() -> None:
+        tasks = [asyncio.create_task(llm.agenerate(p, max_tokens=400, **GO)) for p in PROMPTS]
+        await asyncio.sleep(when)
+        for task in tasks:
+            task.cancel()
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(e, asyncio.CancelledError) for e in ended)
+        await asyncio.sleep(0.1)
+
+    asyncio.run(use())
+    assert pages(llm) == 0 and not llm.engine._sequences
+
+
+def test_timeouts(llm: quire.LLM) -> None:
+    slowed(llm)
+
+    async def use() -> None:
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(llm.agenerate([1] * 9, max_tokens=400, **GO), 0.05)
+        with pytest.raises(asyncio.TimeoutError):
+            async with asyncio.timeout(0.05):
+                async for _ in llm.astream([2] * 9, max_tokens=400, **GO):
+                    pass
+        assert len((await llm.agenerate([3], max_tokens=5, **GO)).token_ids) == 5
+
+    asyncio.run(use())
+    assert pages(llm) == 0 and not llm.engine._sequences
+
+
+@pytest.mark.parametrize("how", ["aclose", "drop", "break"])
+def test_leaving_a_stream_gives_its_pages_back(llm: quire.LLM, how: str) -> None:
+    slowed(llm)
+
+    async def use() -> None:
+        stream = llm.astream([1, 2], max_tokens=400, **GO)
+        async for _ in stream:
+            break
+        if how == "aclose":
+            await stream.aclose()
+            assert [piece async for piece in stream] == []
+            assert stream.completion.finish_reason in ("cancelled", "length")
+        del stream
+        gc.collect()
+        assert len((await llm.agenerate([3], max_tokens=5, **GO)).token_ids) == 5
+
+    asyncio.run(use())
+    assert pages(llm) == 0 and not llm.engine._sequences
+
+
+def test_a_slow_consumer_holds_nobody_up(llm: quire.LLM) -> None:
+    wanted = llm.generate([5] * 3, max_tokens=30, **GO)
+    llm.forget()
+
+    async def use() -> None:
+        slow = llm.astream([5] * 3, max_tokens=30, **GO)
+        first = await anext(slow)
+        quick = await asyncio.gather(*(llm.agenerate(p, max_tokens=40, **GO) for p in PROMPTS))
+        assert [len(done.token_ids) for done in quick] == [40] * len(PROMPTS)
+        before = llm.engine.runner.tokens_run
+        assert first + "".join([piece async for piece in slow]) == wanted.text
+        assert llm.engine.runner.tokens_run == before
+
+    asyncio.run(use())
+    assert pages(llm) == 0
+
+
+def test_several_event_loops_and_threads(llm: quire.LLM) -> None:
+    wanted = [llm.generate(p, max_tokens=15, **GO).token_ids for p in PROMPTS]
+    wrong: list[int] = []
+
+    async def use(i: int) -> None:
+        for _ in range(3):
+            if (await llm.agenerate(PROMPTS[i], max_tokens=15, **GO)).token_ids != wanted[i]:
+                wrong.append(i)
+
+    def plain(i: int) -> None:
+        for _ in range(3):
+            if llm.generate(PROMPTS[i], max_tokens=15, **GO).token_ids != wanted[i]:
+                wrong.append(i)
+
+    threads = [threading.Thread(target=lambda i=i: asyncio.run(use(i))) for i in range(4)]
+    threads += [threading.Thread(target=plain, args=(i,)) for i in (4, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads) and wrong == []
+    assert pages(llm) == 0
+
+
+def test_errors_reach_their_task_alone(llm: quire.LLM) -> None:
+    async def use() -> list[Any]:
+        return await asyncio.gather(
+            llm.agenerate([1], max_tokens=5, **GO),
+            llm.agenerate([1], logit_bias={9999: 1.0}),
+            llm.agenerate([1] * 600),
+            llm.agenerate([2], max_tokens=5, **GO),
+            return_exceptions=True,
+        )
+
+    first, bias, long, last = asyncio.run(use())
+    assert isinstance(bias, RequestError) and isinstance(long, RequestError)
+    assert len(first.token_ids) == len(last.token_ids) == 5
+
+
+def test_an_unexpected_error_ends_no_wait_in_silence(llm: quire.LLM) -> None:
+    async def use() -> None:
+        with pytest.raises(ZeroDivisionError):
+            await llm.agenerate([1], max_tokens=5)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm.model, "run", lambda *_: 1 // 0)
+        asyncio.run(use())
+    assert len(llm.generate([1], max_tokens=5, **GO).token_ids) == 5
+    assert pages(llm) == 0
+
+
+def test_closing_while_coroutines_wait(path: Path) -> None:
+    llm = quire.load(path, threads=1)
+    slowed(llm)
+
+    async def use() -> list[Any]:
+        tasks = [asyncio.create_task(llm.agenerate(p, max_tokens=400, **GO)) for p in PROMPTS]
+        await asyncio.sleep(0.05)
+        await asyncio.to_thread(llm.close)
+        return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
+
+    ended = asyncio.run(use())
+    assert all(isinstance(e, RequestError) and "closed" in str(e) for e in ended)
+
+
+def test_the_loops_own_thread_goes_when_it_is_idle(
+    llm: quire.LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.engine.seat._IDLE", 0.05)
+    asyncio.run(llm.agenerate([1], max_tokens=2))
+    for _ in range(100):
+        if llm.loop.seat._thread is None:
+            break
+        threading.Event().wait(0.05)
+    assert llm.loop.seat._thread is None
+    assert len(asyncio.run(llm.agenerate([1], max_tokens=2, **GO)).token_ids) == 2

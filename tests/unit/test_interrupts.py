@@ -1,0 +1,179 @@
+"""Ctrl-C at any moment: a step is whole or was not, and everything goes on afterwards."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import quire
+from quire.engine.signals import SignalsLater
+from tests import tiny
+from tests.model_folders import model_folder
+
+GO: dict[str, Any] = {"ignore_eos": True}
+
+
+@pytest.fixture(autouse=True)
+def usual_handler() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def interrupt() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_a_signal_waits_for_the_end_of_the_block() -> None:
+    seen: list[str] = []
+    with pytest.raises(KeyboardInterrupt), SignalsLater():
+        interrupt()
+        for _ in range(1000):
+            seen.append("on")
+    assert len(seen) == 1000
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+        time.sleep(1)
+
+
+def test_handlers_of_others_are_called_and_stay() -> None:
+    seen: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
+    with SignalsLater():
+        interrupt()
+        assert seen == []
+    assert seen == [signal.SIGINT]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with SignalsLater():
+        interrupt()
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_other_threads_leave_handlers_alone() -> None:
+    found: list[object] = []
+
+    def use() -> None:
+        with SignalsLater():
+            found.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    assert found == [signal.default_int_handler]
+
+
+def test_an_interrupt_waits_for_one_step_only(tmp_path: Path) -> None:
+    tiny.write(tmp_path / "tiny.gguf", tiny.Tiny())
+    with quire.load(tmp_path / "tiny.gguf", threads=1) as llm:
+        real, steps = llm.engine.runner.forward, []
+
+        def forward(plan: Any, lease: Any) -> Any:
+            steps.append(len(steps))
+            if len(steps) == 5:
+                interrupt()
+            return real(plan, lease)
+
+        llm.engine.runner.forward = forward  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([1, 2, 3], max_tokens=40, **GO)
+        assert len(steps) == 5 and not llm.engine._sequences
+
+
+def interrupted(rng: random.Random, deed: Callable[[], object]) -> None:
+    """Does something; an interrupt comes at any moment of it, or just afterwards."""
+
+    def fire(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, fire)
+    try:
+        signal.setitimer(
+            signal.ITIMER_REAL, rng.choice([0.0005, 0.003, 0.01]) * rng.random() + 1e-6
+        )
+        try:
+            deed()
+        except quire.errors.QuireError as error:
+            assert "open lease" not in str(error), error
+        time.sleep(0.02)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class Person:
+    """Interrupts everything now and then, and goes on."""
+
+    def __init__(self, llm: quire.LLM, roomy: quire.LLM, seed: int) -> None:
+        self.llm, self.roomy = llm, roomy
+        self.rng = random.Random(seed)
+        self.session = llm.session()
+        self.streams: list[quire.Stream] = []
+
+    def deeds(self) -> list[Callable[[], object]]:
+        s, rng = self.session, self.rng
+        tokens = [rng.randrange(3, 250) for _ in range(rng.randint(1, 40))]
+        return [
+            lambda: s.append(tokens),
+            lambda: s.generate(max_tokens=8, **GO),
+            lambda: s.rewind(-rng.randint(1, max(s.position, 1))),
+            lambda: s.logits(),
+            lambda: self.fork(),
+            lambda: self.llm.generate([tokens, tokens[:3]], max_tokens=6, **GO),
+            lambda: self.llm.logits(tokens),
+            lambda: self.stream(tokens),
+            lambda: [next(stream, "") for stream in self.streams],
+        ]
+
+    def fork(self) -> None:
+        with self.session.fork() as twin:
+            twin.append([5])
+
+    def stream(self, tokens: list[int]) -> None:
+        self.streams = [*self.streams[-1:], self.llm.stream(tokens, max_tokens=9, **GO)]
+
+    def check(self) -> None:
+        """The books balance, and what the session holds is what its tokens give."""
+        self.llm.memory.audit()
+        s = self.session
+        if s.position > 300:
+            s.close()
+            self.session = s = self.llm.session()
+        if s.position:
+            assert np.array_equal(s.logits(), self.roomy.logits(s.tokens)[-1])
+
+
+def run(model: Path, deeds: int, seed: int, **settings: Any) -> None:
+    with quire.load(model, n_ctx=400, threads=1) as roomy:
+        llm = quire.load(model, n_ctx=400, threads=1, **settings)
+        person = Person(llm, roomy, seed)
+        for _ in range(deeds):
+            interrupted(person.rng, person.rng.choice(person.deeds()))
+            person.check()
+        wanted = roomy.generate([7, 8, 9], max_tokens=20, **GO).token_ids
+        assert llm.generate([7, 8, 9], max_tokens=20, **GO).token_ids == wanted
+        llm.close()
+        assert llm.budget.used == 0
+
+
+@pytest.mark.parametrize("name", ["tiny-dense", "tiny-hybrid"])
+def test_interrupts_anywhere(name: str, tmp_path: Path) -> None:
+    run(model_folder(name, tmp_path), 120, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tiny-dense", "tiny-window", "tiny-recurrent", "tiny-hybrid"])
+def test_many_interrupts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for seed in range(2, 5):
+        run(model_folder(name, tmp_path), 400, seed)

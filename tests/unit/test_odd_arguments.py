@@ -1,0 +1,116 @@
+"""Whatever is passed in, what comes out is a result or an error of Quire's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import quire
+from quire.config import LoadConfig
+from quire.errors import QuireError
+from tests import tiny
+
+ODD: list[Any] = [
+    None, 5, -1, 2**70, 1.5, float("nan"), "x", "\ud800", "a\0b", b"x", [], [None], ["a"], [1.5],
+    [2**70], [-1], {}, {"a": 1}, object(), True, [[1], [2]], range(3), np.array([1, 2]),
+    np.array([1.5]), (1, 2),
+]  # fmt: skip
+ONE: dict[str, Any] = {"max_tokens": 1}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    tiny.write(made, tiny.Tiny(context=256))
+    return made
+
+
+@pytest.fixture(scope="module")
+def llm(path: Path) -> Iterator[quire.LLM]:
+    with quire.load(path, memory_budget="64MiB") as loaded:
+        yield loaded
+        loaded.memory.audit()
+
+
+def session(llm: quire.LLM) -> quire.Session:
+    return llm.session().append([1, 2, 3, 4, 5])
+
+
+def noted(llm: quire.LLM, folder: Path, notes: Any) -> None:
+    one = session(llm)
+    one.notes = notes
+    one.save(folder / "noted.quire")
+
+
+USES: dict[str, Callable[[quire.LLM, Any], object]] = {
+    "prompt": lambda llm, odd: llm.generate(odd, **ONE),
+    "stop": lambda llm, odd: llm.generate("a", stop=odd, **ONE),
+    "sampling": lambda llm, odd: llm.generate("a", odd, **ONE),
+    "constraint": lambda llm, odd: llm.generate("a", constraint=odd, **ONE),
+    "json": lambda llm, odd: llm.generate("a", constraint=quire.Json(odd), **ONE),
+    "regex": lambda llm, odd: llm.generate("a", constraint=quire.Regex(odd), **ONE),
+    "grammar": lambda llm, odd: llm.generate("a", constraint=quire.Grammar(odd), **ONE),
+    "speculate": lambda llm, odd: llm.generate("a", speculate=odd, **ONE),
+    "cache_salt": lambda llm, odd: llm.generate("a", cache_salt=odd, **ONE),
+    "logit_bias": lambda llm, odd: llm.generate("a", logit_bias=odd, **ONE),
+    "temperature": lambda llm, odd: llm.generate("a", temperature=odd, **ONE),
+    "seed": lambda llm, odd: llm.generate("a", seed=odd, **ONE),
+    "logprobs": lambda llm, odd: llm.generate("a", logprobs=odd, **ONE),
+    "ignore_eos": lambda llm, odd: llm.generate("a", ignore_eos=odd, **ONE),
+    "stream": lambda llm, odd: list(llm.stream(odd, **ONE)),
+    "chat": lambda llm, odd: llm.chat(odd, **ONE),
+    "content": lambda llm, odd: llm.chat([{"role": "user", "content": odd}], **ONE),
+    "encode": lambda llm, odd: llm.encode(odd),
+    "decode": lambda llm, odd: llm.decode(odd),
+    "logits": lambda llm, odd: llm.logits(odd),
+    "session": lambda llm, odd: llm.session(odd),
+    "open": lambda llm, odd: llm.open(odd),
+    "forget": lambda llm, odd: llm.forget(odd),
+    "append": lambda llm, odd: session(llm).append(odd),
+    "rewind": lambda llm, odd: session(llm).rewind(odd),
+    "remove from": lambda llm, odd: session(llm).remove(odd, 3),
+    "remove to": lambda llm, odd: session(llm).remove(1, odd),
+    "pin": lambda llm, odd: session(llm).keep(pin=odd),
+    "ttl_s": lambda llm, odd: session(llm).keep(pin=True, ttl_s=odd),
+    "checkpoint": lambda llm, odd: session(llm).checkpoint(odd),
+    "drop": lambda llm, odd: session(llm).drop(odd),
+    "tokenizer": lambda llm, odd: quire.Tokenizer(odd),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_odd_values(llm: quire.LLM, use: str) -> None:
+    for odd in ODD:
+        try:
+            USES[use](llm, odd)
+        except QuireError as error:
+            assert str(error)
+    assert len(llm.generate("a", max_tokens=3, ignore_eos=True).token_ids) == 3
+
+
+def test_odd_notes_and_names(llm: quire.LLM, tmp_path: Path) -> None:
+    deep: Any = []
+    for _ in range(5000):
+        deep = [deep]
+    for odd in [*ODD, deep, {"deep": deep}]:
+        try:
+            noted(llm, tmp_path, odd)
+        except QuireError as error:
+            assert str(error)
+    for name in ("\ud800", "a\0b", "x" * 5000, tmp_path, None, 5, b"x"):
+        with pytest.raises(QuireError):
+            session(llm).save(name if not isinstance(name, str) else str(tmp_path / name))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(LoadConfig)])
+def test_odd_settings(path: Path, name: str) -> None:
+    for odd in ODD:
+        try:
+            quire.load(path, **{name: odd}).close()
+        except QuireError as error:
+            assert str(error)
