@@ -440,6 +440,19 @@ def test_killed_while_saving_the_old_file_is_valid(path: Path, llm: quire.LLM, s
     assert found <= {3, 180}
 
 
+def test_killed_while_writing_nothing_is_left(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys\nfrom pathlib import Path\nfrom quire.files import replace_file\n"
+        "def write(file):\n    file.write(b'x' * 100_000)\n    file.flush()\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "replace_file(Path(sys.argv[1]), write)"
+    )
+    (tmp_path / "kept").write_text("old")
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "kept")], cwd=REPO)
+    assert done.returncode == -signal.SIGKILL
+    assert os.listdir(tmp_path) == ["kept"] and (tmp_path / "kept").read_text() == "old"
+
+
 # -- fingerprints ---------------------------------------------------------------------------------
 
 
