@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from functools import partial
 
 from quire.engine.prefix_cache import PrefixCache
 from quire.engine.room import Rank, Room
 from quire.engine.runner import for_callers
 from quire.engine.sequence import PARKED, Mark, Record, Sequence, check_whole
-from quire.errors import BudgetError, RequestError
+from quire.errors import BudgetError, OutOfMemory, RequestError
 from quire.memory.memory import Memory
 from quire.memory.status import Status
 
@@ -124,8 +125,9 @@ class History:
         ]
         best = max(fitting, key=lambda m: m.record.computed, default=None)
         if best is not None and best.record.computed > sequence.computed:
-            self.memory.checkpoint_restore(sequence.id, best.checkpoint)
-            sequence.adopt(best.record.computed, None)
+            with suppress(OutOfMemory):  # a tier that cannot be read: it is computed again
+                self.memory.checkpoint_restore(sequence.id, best.checkpoint)
+                sequence.adopt(best.record.computed, None)
 
     def remove(self, sequence: Sequence, start: int, stop: int) -> None:
         """Takes computed tokens out of the middle; those behind move up, and no hole is left.

@@ -15,7 +15,7 @@ import pytest
 import quire
 from quire.engine.loop import Loop
 from quire.engine.sequence import PARKED
-from quire.errors import OutOfMemory, QuireError, RequestError, SessionFileError
+from quire.errors import OutOfMemory, QuireError, RequestError, SessionFileError, TierError
 from quire.memory.lease import Lease
 from quire.ops import Refused, cpu
 from tests import session_kinds, tiny
@@ -196,6 +196,30 @@ def test_an_edited_session_that_is_parked_drops_what_failed(path: Path) -> None:
                 s.append([9] * 30)
             assert s.tokens == STORY[:10] + STORY[20:60]
         assert np.array_equal(s.logits(), wanted)
+
+
+def test_a_rewind_does_without_what_a_tier_cannot_read(tmp_path: Path) -> None:
+    """Neither a cached place nor a mark that is in a tier is needed: it is computed again."""
+    model = session_kinds.write("recurrent", tmp_path)
+    with quire.load(model, n_ctx=160, threads=1) as llm, llm.session() as s:
+        s.append(STORY[:30])
+        s.keep()
+        s.checkpoint()
+        s.append([5] * 40)
+        memory, room = llm.engine.memory, llm.engine.room
+        for name in list(memory.checkpoints.by_name):
+            room.park_checkpoint(name, memory.pages_of([s.sequence.id]))
+        (disk,) = llm.engine.tiers.tiers
+        assert disk.used
+
+        def load(*_: object) -> None:
+            raise TierError("injected")
+
+        disk.load = load
+        assert s.rewind(-36).tokens == STORY[:30] + [5] * 4
+        assert np.array_equal(s.logits(), llm.logits(s.tokens)[-1])
+        del disk.load
+        llm.memory.audit()
 
 
 # -- taking tokens out ----------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from quire.errors import RequestError
+from quire.errors import OutOfMemory, RequestError
 from quire.memory.groups.layout import Int32
 from quire.memory.memory import Memory
 from quire.memory.tokens import Tokens
@@ -92,7 +92,10 @@ class Entry(Giver):
     def give(self, memory: Memory, seq: int, n: int) -> bool:
         if n <= self.refused or not memory.checkpoint_fits(self.name):
             return False
-        memory.checkpoint_restore(seq, self.name)
+        try:
+            memory.checkpoint_restore(seq, self.name)
+        except OutOfMemory:  # a tier that cannot be read
+            return False
         if n == self.length or memory.seq_rm(seq, n, -1):
             return True
         memory.seq_rm(seq, -1, -1)
