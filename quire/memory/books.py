@@ -44,6 +44,7 @@ class Books:
         self._parked: dict[int, Parked] = {}
         self._lowest = 0  # no sequence below has an id to spare
         self._no_rows: tuple[tuple[()], ...] = ((),) * len(self.groups)
+        self._nothing = self._new_tables()  # what a sequence that is not there holds; to read
         self._open: AppendTransaction | UpdateContext | None = None
 
     @property
@@ -202,8 +203,8 @@ class Books:
         return parked.tables if parked else self._tables.get(seq)
 
     def _let_go(self, tables: Tables) -> None:
-        for group, table in zip(self.groups, tables, strict=True):
-            group.let_go(table)
+        for i, group in enumerate(self.groups):
+            group.let_go(tables[i])
 
     def by_group(self, tables: Tables) -> dict[str, Any]:
         """Tables by the names of their groups."""

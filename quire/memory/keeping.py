@@ -87,14 +87,15 @@ class Keeping(Books):
 
     def checkpoint_save(self, seq: int, name: str | None = None, cached: bool = False) -> str:
         """Keeps a sequence as it is now under a name (made up if None); moves no bytes."""
-        self.check_idle()
+        if self._open is not None:
+            self.check_idle()
         start = perf_counter_ns()
-        tables = self.tables(seq)
+        tables = self._tables.get(seq) or self.tables(seq)
         name = self.checkpoints.new_name(name)
         kept = []
-        for group, table in zip(self.groups, tables, strict=True):
-            group.share(table, seq)
-            kept.append(table.copy())
+        for i, group in enumerate(self.groups):
+            group.share(tables[i], seq)
+            kept.append(tables[i].copy())
         self.checkpoints.by_name[name] = saved = Checkpoint(name, seq, tuple(kept), cached)
         if cached:
             self._cache(saved, 1)
@@ -106,13 +107,17 @@ class Keeping(Books):
 
         One that is parked comes back first; or an error, and nothing has changed.
         """
-        self.check_idle()
+        if self._open is not None:
+            self.check_idle()
         start = perf_counter_ns()
         if seq < 0:
             raise RequestError(f"sequence ids start at 0; nothing can be restored to {seq}")
-        self.checkpoint_unpark(name)
-        saved = self.checkpoints.get(name).tables
-        self._drop_parked(seq)
+        found = self.checkpoints.get(name)
+        if found.parked is not None:
+            self.checkpoint_unpark(name)
+        saved = found.tables
+        if seq in self._parked:
+            self._drop_parked(seq)
         # The checkpoint never writes, so where it is alone the sequence becomes the appender.
         old, copies = self._tables.get(seq), []
         for i, group in enumerate(self.groups):
@@ -122,15 +127,18 @@ class Keeping(Books):
                 group.exchange(old[i], saved[i], seq)
             copies.append(saved[i].copy())
         self._tables[seq] = tuple(copies)
-        self._trim()
+        for group in self.groups:
+            group.trim(len(self._tables))
         self.checkpoints.timings["restore"].add(perf_counter_ns() - start)
 
     def checkpoint_delete(self, name: str) -> None:
         """Forgets a checkpoint and frees what nobody else holds."""
-        self.check_idle()
+        if self._open is not None:
+            self.check_idle()
         start = perf_counter_ns()
         self._forget(name)
-        self._trim()
+        for group in self.groups:
+            group.trim(len(self._tables))
         self.checkpoints.timings["delete"].add(perf_counter_ns() - start)
 
     def _forget(self, name: str) -> None:
@@ -138,10 +146,11 @@ class Keeping(Books):
         if saved.cached:
             self._cache(saved, -1)
         del self.checkpoints.by_name[name]
-        if saved.parked is None:
-            self._let_go(saved.tables)
-        else:
+        if saved.parked is not None:
             saved.parked.drop()
+            return
+        for i, group in enumerate(self.groups):
+            group.let_go(saved.tables[i])
 
     def _cache(self, saved: Checkpoint, by: int) -> None:
         """Counts a checkpoint's pages as the prefix index's, or no longer."""

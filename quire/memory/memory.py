@@ -11,7 +11,7 @@ changes, so a refusal changes nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -147,18 +147,17 @@ class Memory(Keeping):
         self._check_here(dst)
         if src == dst:
             return
-        target = self._tables.get(dst) or self._new_tables()
-        fresh = target[0].length == 0
-        parts = tuple(
-            [g.part(s, t, p0, p1) for g, s, t in zip(self.groups, source, target, strict=True)]
-        )
-        for group, table, part in zip(self.groups, target, parts, strict=True):
-            if fresh:
-                group.share(part, src)
-            else:
-                group.join(table, part, src)
-        if fresh:
-            self._tables[dst] = parts
+        target = self._tables.get(dst) or self._nothing
+        parts: list[Any] = []
+        for i, group in enumerate(self.groups):
+            parts.append(group.part(source[i], target[i], p0, p1))
+        if target[0].length:
+            for i, group in enumerate(self.groups):
+                group.join(target[i], parts[i], src)
+            return
+        for i, group in enumerate(self.groups):
+            group.share(parts[i], src)
+        self._tables[dst] = tuple(parts)
 
     def seq_keep(self, seq: int) -> None:
         """Empties every other sequence."""
