@@ -34,8 +34,9 @@ print(json.dumps(max(d.timings.decode_s for d in done) / steps))
 
 def step_us(python: str, model: Path, batch: int, turn: int) -> float:
     """Microseconds of one step in a process of its own, through the public API."""
-    command = [python, "-c", _WORKER, str(model), str(batch), str(STEPS), str(5 + turn)]
-    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    command = [python, "-P", "-c", _WORKER, str(model), str(batch), str(STEPS), str(5 + turn)]
+    # From elsewhere: each interpreter is to find the version that is installed with it.
+    run = subprocess.run(command, capture_output=True, text=True, check=True, cwd="/")
     return float(json.loads(run.stdout.splitlines()[-1])) * 1e6
 
 
@@ -52,7 +53,7 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for model in args.models or [tiny(Path(folder))]:
-            rows += measured(model, pythons, args.rounds)
+            rows += measured(model.resolve(), pythons, args.rounds)
     print(json.dumps({"steps": rows}))
 
 
