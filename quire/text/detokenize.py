@@ -61,11 +61,6 @@ class Detokenizer:
             self._strip_space = False
         return self._release(self._decoder.decode(data))
 
-    def ends_with(self, id: int) -> bool:
-        """Takes a token in; whether a stop string is complete."""
-        self.push(id)
-        return self.stopped is not None
-
     def flush(self) -> str:
         """The rest of the text, at the end of the generation."""
         text = self._release(self._decoder.decode(b"", final=True))
