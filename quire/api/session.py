@@ -51,7 +51,7 @@ class Session:
         """Whatever a program wants to find again in a saved session; plain JSON."""
         self._open = True
         self._end = Ending(llm.loop, sequence, self._marks)
-        llm.loop.seat.when_gone(self, self._end)
+        llm.loop.when_gone(self, self._end)
 
     @property
     def sequence(self) -> Sequence:

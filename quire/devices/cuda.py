@@ -8,16 +8,16 @@ Addresses stay, so kernels and captured graphs keep them whatever is mapped behi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
 import numpy as np
 
 from quire.devices.budget import Budget
-from quire.devices.device import Backing, Bytes, Device, Ids
+from quire.devices.device import Backing, Bytes, Device, Draws, Ids, Int32, Steps
 from quire.errors import BudgetError, RequestError
-from quire.ops import Ops
+from quire.ops import Array, Drawn, Ops
 
 GRANULE = 32 << 20
 """Bytes of a slab: a call to the driver costs the same for 2 MiB and for 64."""
@@ -165,8 +165,31 @@ class CudaDevice(Device):
         self.granularity = self.machine.granule
         super().__init__(f"cuda:{index}", budget, ops or _ops(index))
 
+    def steps(self, model: Any) -> Steps:
+        return CudaSteps(self, model)
+
     def _backing(self, page_bytes: int, max_pages: int, demand_paged: bool) -> Backing:
         return CudaBacking(self.machine, page_bytes, max_pages, demand_paged)
+
+
+class CudaSteps:
+    """Whole steps as captured graphs; see `quire.ops.cuda.steps`."""
+
+    def __init__(self, device: CudaDevice, model: Any) -> None:
+        from quire.ops.cuda import steps
+
+        self._device, self._group = device, steps.Group
+        self._steps = steps.Steps(model, device.ops)
+
+    def run(
+        self, tokens: Int32, positions: Int32, seq_rows: Int32, views: Mapping[str, Any],
+        rows: Int32, draws: Draws, sources: Int32 | None,
+    ) -> tuple[Array, Drawn] | None:  # fmt: skip
+        groups = {}
+        for name, view in views.items():
+            bound = self._device.bound(name)
+            groups[name] = self._group(view, bound.bases, bound.layout.by_layer)
+        return self._steps.run(tokens, positions, seq_rows, groups, rows, draws, sources)
 
 
 def default_budget(index: int = 0, share: float = 0.9) -> int:

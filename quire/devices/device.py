@@ -7,16 +7,16 @@ to do with pages by their ids (`run`), and knows alone where they lie.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.devices.budget import Budget
-from quire.ops import Ops
+from quire.ops import Array, Drawn, Ops, Sampler
 from quire.ops.batch import GroupPages
 
 Bytes = NDArray[np.uint8]
@@ -141,6 +141,24 @@ class Bound:
     """Where the pages of each of its pools start."""
 
 
+Draws = Sequence[tuple[Sampler, float] | None]
+"""By whom the token behind a row is chosen, and with which random number; None: nobody wants it."""
+
+
+class Steps(Protocol):
+    """Whole steps of a model on a device that computes behind its host's back."""
+
+    def run(
+        self, tokens: Int32, positions: Int32, seq_rows: Int32, views: Mapping[str, Any],
+        rows: Int32, draws: Draws, sources: Int32 | None,
+    ) -> tuple[Array, Drawn] | None:  # fmt: skip
+        """Logits of rows, and the tokens that follow them; None where it has to be run plainly.
+
+        Logits are valid until the next step. A token with a source (not -1) is the one that the
+        step before chose for that row.
+        """
+
+
 class Device(ABC):
     """One place that computes. Its pools are told apart by name, and so are its groups."""
 
@@ -219,9 +237,17 @@ class Device(ABC):
 
     # -- what kernels of a step see ---------------------------------------------------------------
 
+    def steps(self, model: Any) -> Steps | None:
+        """Whole steps of a model, where the device is told of them and works on its own."""
+        return None
+
+    def bound(self, group: str) -> Bound:
+        """A group of this device."""
+        return self._groups[group]
+
     def group(self, name: str, view: Any, positions: Int32, seq_rows: Int32) -> GroupPages:
         """A group's memory in a step: its view by ids becomes what kernels take."""
-        bound = self._groups[name]
+        bound = self.bound(name)
         layout = bound.layout
         pages: Any
         if layout.spec.kind == "recurrent":

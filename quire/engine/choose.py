@@ -90,6 +90,15 @@ def take(
         one.error = RequestError(str(error))
 
 
+def take_drawn(one: Accepted, generation: Generation, token: int) -> None:
+    """A device has chosen a token, or says why it has not."""
+    if token >= 0:
+        one.tokens.append(token)
+        one.finish_reason = generation.take(token)
+    else:
+        one.error = _not_numbers() if token == -2 else RequestError("every token is excluded")
+
+
 def _masked(wanted: list[Wanted], n_vocab: int) -> tuple[list[Wanted], NDArray[np.uint32] | None]:
     """Which tokens each may choose; one whose constraint fails is left out."""
     masks = np.full((len(wanted), (n_vocab + 31) // 32), 2**32 - 1, np.uint32)
@@ -130,11 +139,15 @@ def sample(
 
 def _no_token(ops: Ops, logits: Array, row: int, error: Refused) -> QuireError:
     if np.isnan(ops.numpy(logits)[row]).any():
-        return ModelError(
-            "the model's logits are not numbers (NaN): its weights are damaged, or too large for "
-            "what it computes with them"
-        )
+        return _not_numbers()
     return RequestError(str(error))
+
+
+def _not_numbers() -> ModelError:
+    return ModelError(
+        "the model's logits are not numbers (NaN): its weights are damaged, or too large for "
+        "what it computes with them"
+    )
 
 
 def logprob(ops: Ops, logits: Array, row: int, token: int, top: int) -> TokenLogprob:

@@ -13,6 +13,7 @@ from quire.engine.choose import choose, choose_first
 from quire.engine.constrain import Constrainer, Matcher
 from quire.engine.drafter import Source
 from quire.engine.drafting import Round
+from quire.engine.flight import Flight
 from quire.engine.generation import Generation, StopRules, Transcript, make_sampler
 from quire.engine.judge import judge
 from quire.engine.odds import Odds
@@ -33,13 +34,15 @@ from quire.types import StepOutput
 
 
 class Launched(NamedTuple):
-    """A step whose layers have run; what follows each sequence is still to be chosen."""
+    """A step whose layers run, or have; what follows each sequence is still to be chosen."""
 
     plan: Plan
     lease: Lease
     logits: Array
     drafts: Round | None
     """With drafts, it is chosen first what memory keeps; without, memory has kept it all."""
+    flight: Flight | None
+    """Where the device chooses by itself, and the next step may be launched before this ends."""
 
 
 class Engine(Sequences):
@@ -53,34 +56,77 @@ class Engine(Sequences):
         self.constrainer = constrainer
         self.end_ids = frozenset(end_ids)
         self.planner = Planner(self.scheduler, memory, self.room, prefix, self._fail)
+        self.flying: Launched | None = None
+        """A step that the device works on, and whose tokens nobody has read yet."""
         self._outputs: list[StepOutput] = []
 
     def step(self) -> list[StepOutput]:
         """Computes some tokens of everybody who has any to compute."""
         try:
-            self.finish(self.launch(self.scheduler.active))
+            last, self.flying = self.flying, None
+            if last is not None:
+                self.flying = self._follow(last)
+                try:
+                    self.finish(last)
+                except BaseException:
+                    self._forget()
+                    raise
+            if self.flying is None:
+                launched = self.launch(self.scheduler.active)
+                if launched is not None and launched.flight is not None:
+                    self.flying = launched  # it is read when the next one runs
+                else:
+                    self.finish(launched)
         except (QuireError, Refused):  # one of them is to blame: each has a step of its own
             self._one_by_one()
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def launch(self, active: Seq[Sequence]) -> Launched | None:
-        """Plans, drafts, reserves and runs the layers; None where there is nothing to compute.
+    def settle(self) -> list[StepOutput]:
+        """Finishes the step that is under way on the device, so that everything is as it says."""
+        last, self.flying = self.flying, None
+        self.finish(last)
+        outputs, self._outputs = self._outputs, []
+        return outputs
 
-        Without drafts it is known how many tokens are kept: memory keeps them at once.
-        """
+    def _follow(self, last: Launched) -> Launched | None:
+        """The next step, before the tokens of the last are read; None where it needs them."""
+        assert last.flight is not None
+        going, sources = last.flight.going(self.scheduler.active)
+        for sequence in going:
+            sequence.expect()
+        launched = None
+        try:
+            plan = self.scheduler.plan(going, self.memory.fits)
+            if plan.entries and not plan.unready and self.memory.fits(plan.counts):
+                launched = self._run(plan, sources)
+        except (QuireError, Refused):
+            pass  # it comes again, once the last step is finished
+        finally:
+            if launched is None:
+                for sequence in going:
+                    self.history.truncate(sequence, sequence.length - 1)
+        return launched
+
+    def launch(self, active: Seq[Sequence]) -> Launched | None:
+        """Plans, drafts, reserves and runs the layers; None where there is nothing to compute."""
         plan = self.scheduler.plan(active, self.memory.fits)
         if plan.unready or plan.back or not self.memory.fits(plan.counts):
             plan = self.planner.plan(active)
-        if not plan.entries:
-            return None
+        return self._run(plan) if plan.entries else None
+
+    def _run(self, plan: Plan, sources: Int32 | None = None) -> Launched:
+        """Reserves, and runs the layers.
+
+        Without drafts it is known how many tokens are kept: memory keeps them at once.
+        """
         drafts = lease = None
         try:
             if _has_drafter(plan):
                 drafts = Round(self.drafting, plan, self.room)
                 plan = drafts.draft()
             lease = self.memory.reserve(plan.tokens())
-            logits = self.runner.forward(plan, lease)
+            logits, drawn = self.runner.launch(plan, lease, sources)
             if drafts is None:
                 lease.commit(dict(plan.counts))
                 for entry in plan.entries:
@@ -88,16 +134,19 @@ class Engine(Sequences):
         except BaseException:
             _undo(lease, drafts)
             raise
-        return Launched(plan, lease, logits, drafts)
+        flight = Flight.of(plan, drawn) if drawn is not None and drafts is None else None
+        return Launched(plan, lease, logits, drafts, flight)
 
     def finish(self, launched: Launched | None) -> None:
         """Chooses what follows, keeps what is right of drafts, and moves the sequences on."""
         if launched is None:
             return
-        plan, lease, logits, drafts = launched
+        plan, lease, logits, drafts, flight = launched
         accepted: list[Accepted] = []
         try:
-            if drafts is None:
+            if flight is not None:
+                flight.land(accepted)
+            elif drafts is None:
                 choose(plan.entries, logits, self.ops, self.n_vocab, accepted)
             else:
                 judge(plan, lease.tokens, logits, self.ops, self.n_vocab, accepted)
@@ -124,9 +173,14 @@ class Engine(Sequences):
             sequence, tokens = one.sequence, one.tokens
             if one.logits is not None:
                 sequence.know_logits(one.logits)
-            if tokens:
+            if sequence.expecting:
+                if tokens:
+                    sequence.learn(tokens[0])
+                else:
+                    self.history.truncate(sequence, sequence.length - 1)
+            elif tokens:
                 sequence.gain(tokens)
-            if one.finish_reason or one.error or sequence.pending == 0:
+            if one.finish_reason or one.error or not (sequence.pending or sequence.generation):
                 self.stop(sequence)
             if one.error:
                 sequence.fail()
@@ -142,14 +196,25 @@ class Engine(Sequences):
 
         Memory and sequences are as they were before it, or one token is computed once more.
         """
-        plan, lease, _, drafts = launched
+        plan, lease, _, drafts, _ = launched
         _undo(lease, drafts)
+        self._forget()
         for one in accepted:
             one.kept, one.branch = 0, None
         self._gain([one for one in accepted if one.tokens or one.error])
         for entry in plan.entries:
             if entry.sequence.active and entry.sequence.pending == 0:
                 self.history.want_logits(entry.sequence)
+
+    def _forget(self) -> None:
+        """Takes back the step that follows one that broke off: what it makes is not read."""
+        last, self.flying = self.flying, None
+        for entry in last.plan.entries if last is not None else ():
+            sequence = entry.sequence
+            if sequence.expecting:
+                self.history.truncate(sequence, sequence.length - 1)
+            elif sequence.active and sequence.pending == 0:
+                self.history.want_logits(sequence)
 
     def _one_by_one(self) -> None:
         """Steps each sequence alone; one that cannot go on fails, and the others do not."""

@@ -15,7 +15,7 @@ from quire.engine.constrain import Matcher
 from quire.engine.engine import Engine
 from quire.engine.generation import Transcript
 from quire.engine.request import Request
-from quire.engine.seat import Seat
+from quire.engine.seat import Ref, Seat
 from quire.engine.sequence import Sequence
 from quire.errors import QuireError, RequestError
 from quire.types import FinishReason, StepOutput, TokenLogprob
@@ -33,7 +33,7 @@ class Work:
         self.ended = False
         self.undo = undo
         """Ends it early; on the loop."""
-        self.ref = loop.seat.when_gone(self, undo)
+        self.ref = loop.when_gone(self, undo)
 
     @property
     def done(self) -> bool:
@@ -123,11 +123,21 @@ class Loop:
 
     def call(self, fn: Callable[[], T]) -> T:
         """Does something with the engine while no step runs, and returns what came of it."""
-        return self.seat.call(fn)
+        return self.seat.call(lambda: self.settled(fn))
 
     def later(self, action: Callable[[], None]) -> None:
         """Does something before the next step, from wherever; nobody waits for it."""
-        self.seat.later(action)
+        self.seat.later(lambda: self.settled(action))
+
+    def when_gone(self, handle: object, ending: Callable[[], None]) -> Ref:
+        """Ends something before the next step once nobody holds its handle any more."""
+        return self.seat.when_gone(handle, lambda: self.settled(ending))
+
+    def settled(self, fn: Callable[[], T]) -> T:
+        """Does something when no step is under way on the device any more."""
+        if self.engine.flying is not None:
+            self._deliver(self.engine.settle())
+        return fn()
 
     def close(self) -> None:
         """Ends everything; who waits gets an error."""

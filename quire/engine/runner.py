@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 from quire.devices.device import Device
 from quire.engine.draft_in_step import DraftedInStep, Line, draft_in_step
+from quire.engine.generation import Generation
 from quire.engine.plan import Plan
 from quire.errors import RequestError
 from quire.memory.batch import MicroBatch
 from quire.memory.lease import Lease
 from quire.models.registry import Model
-from quire.ops import Array, Ops, Refused
+from quire.ops import Array, Drawn, Int32, Ops, Refused, Sampler
 from quire.ops.batch import Batch
 
 _PROMPT = 32  # tokens of a step that tell how fast prompts are
@@ -29,6 +30,14 @@ def for_callers() -> Iterator[None]:
         raise RequestError(f"the device refused it: {error}") from error
 
 
+class Forward(NamedTuple):
+    """What came of a step's layers."""
+
+    logits: Array
+    drawn: Drawn | None
+    """The tokens that follow, where the device has chosen them too."""
+
+
 class Runner:
     """A model on one device."""
 
@@ -39,6 +48,32 @@ class Runner:
         self.seconds_per_token = 0.0  # of a prompt; 0 before one was computed
         self.tokens_run = 0  # through the layers, so far
         self.drafted: DraftedInStep | None = None  # how drafts within the last such step went
+        self.steps = device.steps(model)  # where the device runs whole steps by itself
+
+    def launch(self, plan: Plan, lease: Lease, sources: Int32 | None = None) -> Forward:
+        """Logits of the rows that the plan wants, and what follows them where that is chosen.
+
+        With sources, tokens are those that the step before chose for these rows.
+        """
+        if self.steps is None or plan.exit_after:
+            return Forward(self.forward(plan, lease), None)
+        ubatch = lease.ubatch
+        self._work(ubatch)
+        ahead = 0 if sources is None else 1
+        draws: list[tuple[Sampler, float] | None] = []
+        for entry in plan.entries:
+            if entry.ends:
+                draws += [_draw(entry.sequence.generation, ahead)] * (1 + len(entry.draft))
+        rows = plan.wanted_rows()
+        draws += [None] * (len(rows) - len(draws))
+        found = self.steps.run(
+            ubatch.tokens, ubatch.positions, ubatch.seq_rows, ubatch.views, rows, draws, sources
+        )
+        if found is None:
+            assert sources is None, "a step that follows another has its shape"
+            return Forward(self.forward(plan, lease), None)
+        self.tokens_run += len(ubatch.tokens)
+        return Forward(*found)
 
     def forward(self, plan: Plan, lease: Lease) -> Array:
         """Logits of the rows that the plan wants."""
@@ -77,11 +112,21 @@ class Runner:
 
     def _batch(self, ubatch: MicroBatch) -> Batch:
         """What a model sees, once what its pages need is done."""
-        device = self.device
-        if ubatch.work:
-            device.run(ubatch.work)
-            ubatch.work.clear()
+        self._work(ubatch)
         groups = {}
         for name, view in ubatch.views.items():
-            groups[name] = device.group(name, view, ubatch.positions, ubatch.seq_rows)
+            groups[name] = self.device.group(name, view, ubatch.positions, ubatch.seq_rows)
         return Batch(ubatch.tokens, ubatch.positions, groups)
+
+    def _work(self, ubatch: MicroBatch) -> None:
+        """Does what pages need before the layers run."""
+        if ubatch.work:
+            self.device.run(ubatch.work)
+            ubatch.work.clear()
+
+
+def _draw(generation: Generation | None, ahead: int) -> tuple[Sampler, float] | None:
+    """How the token behind a row is chosen, where the device can do so."""
+    if generation is None or not generation.plain:
+        return None
+    return generation.sampler, generation.uniform(ahead) if generation.random else 0.0

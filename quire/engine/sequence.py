@@ -43,6 +43,10 @@ RESTING, WAITING, RUNNING = SequenceStatus.RESTING, SequenceStatus.WAITING, Sequ
 PARKED, LOST = SequenceStatus.PARKED, SequenceStatus.LOST
 
 
+UNKNOWN = -1
+"""In place of a token that was not read yet: it is nobody's, so nobody shares what follows."""
+
+
 @dataclass(frozen=True, eq=False)
 class Record:
     """What a sequence is, apart from its pages: what forks, marks and session files keep of it."""
@@ -96,6 +100,7 @@ class Sequence:
         self.exact = True
         self.status = RESTING
         self.active = False  # whether the scheduler has it
+        self.expecting = False  # whether only the device knows its last token
         self.preempted = False  # whether it gave way and has not run since
         self.cached = 0  # tokens of the current request that were in memory when it came
         self.branch_at: int | None = None  # where its prompt leaves one that is known already
@@ -127,6 +132,18 @@ class Sequence:
         self.length += len(tokens)
         self.pending += len(tokens)
 
+    def expect(self) -> None:
+        """A token comes that is chosen, and that only the device knows."""
+        self.tokens.append(UNKNOWN)
+        self.expecting = True
+        self.length += 1
+        self.pending += 1
+
+    def learn(self, token: int) -> None:
+        """The token that was expected; it may be in memory already."""
+        self.tokens.replace_last(token)
+        self.expecting = False
+
     def know_logits(self, logits: NDArray[np.float32]) -> None:
         """The logits after its last token, which was computed just now."""
         self.logits = logits
@@ -134,6 +151,7 @@ class Sequence:
     def truncate(self, length: int) -> None:
         """Drops the tokens from a position on; memory has done so."""
         self.tokens.truncate(length)
+        self.expecting = False
         if self.computed > length:
             self.computed, self.logits = length, None
         self._count()

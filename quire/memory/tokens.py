@@ -98,6 +98,11 @@ class Tokens:
         buffer.ints[end] = token
         buffer.used = self._length = end + 1
 
+    def replace_last(self, token: int) -> None:
+        """Another token in the last place, which nobody else has seen yet."""
+        assert self._length == self._buffer.used > 0
+        self._buffer.ints[self._length - 1] = token
+
     def extend(self, tokens: Sequence[int] | Int32) -> None:
         """Several more."""
         buffer, start = self._buffer, self._length

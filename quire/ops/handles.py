@@ -91,6 +91,13 @@ class Sampler(Protocol):
         """Takes back what was observed."""
 
 
+class Drawn(Protocol):
+    """Tokens that a step chooses on the device."""
+
+    def read(self) -> Int32:
+        """Waits for them; -1 where a row allows none, -2 where it is not numbers."""
+
+
 RopeHandle = NewType("RopeHandle", object)
 """A rotary embedding on the device."""
 HeadsHandle = NewType("HeadsHandle", object)

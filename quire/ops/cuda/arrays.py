@@ -9,7 +9,7 @@ import torch
 
 from quire.ops import Array, Float32, Int32
 from quire.ops.cuda.kernels import rows
-from quire.ops.cuda.machine import Machine, need, power_of_two
+from quire.ops.cuda.machine import Machine, OnDevice, need, power_of_two
 
 _WIDEST = 4096  # columns that a kernel over rows takes at a time
 
@@ -98,8 +98,10 @@ class Arrays:
         found: Float32 = values_of(x).cpu().numpy()
         return found
 
-    def take_rows(self, x: Array, rows: Int32) -> Array:
+    def take_rows(self, x: Array, rows: Int32 | OnDevice) -> Array:
         """Some rows of x."""
+        if isinstance(rows, OnDevice):
+            return self.new(values_of(x).index_select(0, rows.tensor))
         need(((rows >= 0) & (rows < x.shape[0])).all(), f"a row outside {x.shape[0]} rows")
         if len(rows) == x.shape[0] and (np.diff(rows) == 1).all():
             return self.new(values_of(x).clone())

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 
@@ -12,22 +12,24 @@ from quire.ops import Array, Heads, HeadsHandle, Int32, Pages, PageTables, Rope,
 from quire.ops.cuda.arrays import Arrays, row_of, values_of
 from quire.ops.cuda.kernels import attend as kernels
 from quire.ops.cuda.kernels import heads as head_kernels
-from quire.ops.cuda.machine import from_lowest, need, power_of_two
+from quire.ops.cuda.machine import Machine, OnDevice, need, power_of_two
 from quire.ops.cuda.paged import (
     KINDS,
+    SPAN,
+    TILES,
+    CudaRope,
     Layer,
     Paged,
     RopeTable,
     layer_of,
     need_placed,
     need_whole,
+    page_columns,
     rope_of,
-    turns,
+    shape_of,
 )
 from quire.ops.cuda.products import MULTIPLY
 
-SPAN = 512
-"""Slots that are summed on their own; cut at absolute positions."""
 _FULL = 264
 """Programs that fill a large GPU twice; with fewer, spans run in parallel."""
 
@@ -35,15 +37,18 @@ _FULL = 264
 class Attention(Arrays):
     """The group `AttentionOps` of the table."""
 
+    _counters: torch.Tensor | None = None
+
     def rope(self, rope: Rope) -> RopeHandle:
         """The handle of a rotary embedding."""
         need(rope.n_rot > 0 and rope.n_rot == 2 * len(rope.freqs), "one frequency per pair")
-        return RopeHandle(rope)
+        return RopeHandle(CudaRope(rope, self.machine))
 
-    def rope_table(self, rope: RopeHandle, positions: Int32) -> Array:
+    def rope_table(self, rope: RopeHandle, positions: Int32 | OnDevice) -> Array:
         """Cosines and sines for each position."""
-        r = rope_of(rope)
-        return RopeTable(turns(r, self.machine.upload(positions), r.mscale), r.neox)
+        mine = rope_of(rope)
+        turns = mine.turns(self.machine.integers(positions), mine.rope.mscale)
+        return RopeTable(turns, mine.rope.neox)
 
     def heads(
         self, heads: Heads, type_k: str, type_v: str, q_norm: Array | None, k_norm: Array | None,
@@ -64,25 +69,9 @@ class Attention(Arrays):
     def pages(self, view: PageTables, base: int, positions: Int32, seq_rows: Int32) -> Pages:
         """One group's pages as the kernels of a step see them."""
         need_whole(view, positions, seq_rows)
-        n = len(view.slots)
-        cuts = np.flatnonzero(np.diff(seq_rows)) + 1
-        starts = np.concatenate([[0], cuts]).astype(int) if n else np.empty(0, int)
-        ends = np.append(starts[1:], n)
-        runs = [(int(a), int(b - a), int(seq_rows[a])) for a, b in zip(starts, ends, strict=True)]
-        longest = int((view.length + view.first % SPAN).max(initial=0))
-        holes = view.slot_positions
-        pages = view.slots // view.page_tokens
-        base, (tables, slots) = from_lowest(base, view.page_bytes, view.tables, pages)
-        slots = slots * view.page_tokens + view.slots % view.page_tokens
-        columns = [tables, view.first, view.length, slots, positions]
-        uploaded = self.machine.upload_all(columns + ([] if holes is None else [holes]))
-        widths = view.tables.shape[1], 0 if holes is None else holes.shape[1]
-        first, length, at = uploaded[1], uploaded[2], uploaded[4]
-        return Pages(Paged(
-            base, view.page_bytes, view.page_tokens, n, runs, -(-longest // SPAN), uploaded[0],
-            first, length, uploaded[3], at, None if holes is None else uploaded[5], widths,
-            self.machine,
-        ))  # fmt: skip
+        shape = shape_of(view, positions)
+        columns = page_columns(view, positions, seq_rows, shape)
+        return Pages(Paged(base, shape, self.machine.upload_all(columns)))
 
     def attention(
         self, qkv: Array, heads: HeadsHandle, pages: Pages, rope: Array | None, k_offset: int,
@@ -92,84 +81,140 @@ class Attention(Arrays):
         assert isinstance(pages, Paged)
         layer = layer_of(heads)
         h = layer.heads
-        need_placed(layer, pages.page_bytes, pages.page_tokens, k_offset, v_offset)
+        sizes = pages.shape
+        need_placed(layer, sizes.page_bytes, sizes.page_tokens, k_offset, v_offset)
         q = h.n_heads * h.head_dim_k
         kv = h.n_kv_heads * (h.head_dim_k + h.head_dim_v)
-        shape = pages.n, q + kv if store else q
+        shape = sizes.tokens, q + kv if store else q
         need(qkv.shape == shape, f"attention: qkv is {qkv.shape} where {shape} is needed")
         if rope is not None:
             assert isinstance(rope, RopeTable)
             need(rope.shape[0] == shape[0], f"a rope table of {rope.shape[0]} rows")
             need(rope.shape[1] <= h.head_dim_k, f"rope turns {rope.shape[1]} dimensions")
-        out = self.machine.empty(pages.n, h.n_heads * h.head_dim_v)
-        if pages.n:
-            offsets = k_offset, v_offset
-            queries = self._enter(values_of(qkv), layer, pages, rope, offsets, store)
-            self._attend(queries, out, layer, pages, offsets)
+        out = self.machine.empty(sizes.tokens, h.n_heads * h.head_dim_v)
+        if sizes.tokens:
+            call = _Call(values_of(qkv), out, layer, pages, rope, (k_offset, v_offset), store)
+            if sizes.single:
+                self._decode(call)
+            else:
+                self._attend(call, self._enter(call))
         return self.new(out)
 
-    def _enter(
-        self, qkv: torch.Tensor, layer: Layer, pages: Paged, rope: RopeTable | None,
-        offsets: tuple[int, int], store: bool,
-    ) -> torch.Tensor:  # fmt: skip
+    def _decode(self, call: _Call) -> None:
+        """One token of each sequence, in one launch."""
+        h, pages, shape = call.layer.heads, call.pages, call.pages.shape
+        n_queries = shape.seqs * h.n_heads
+        parts = self.machine.empty(shape.spans, n_queries, h.head_dim_v)
+        tops, masses = self.machine.empty(2, shape.spans, n_queries)
+        tile = _tile(call.layer, shape.page_tokens, 1, self.machine)
+        kernels.decode[(shape.seqs, h.n_kv_heads, shape.spans)](
+            call.qkv, call.out, parts, tops, masses, self._arrivals(shape.seqs * h.n_kv_heads),
+            pages.base, pages.tables, pages.first, pages.length, pages.slots, pages.positions,
+            call.q_norm, call.k_norm, call.turns, shape.seqs, shape.pages, shape.page_bytes,
+            *call.offsets, call.qkv.shape[1], call.layer.eps, h.scale, h.softcap, h.window,
+            **call.constants, **tile, CAPPED=h.softcap > 0, STORE=call.store, SPAN=SPAN,
+        )  # fmt: skip
+
+    def _arrivals(self, n: int) -> torch.Tensor:
+        """Counters that are 0 between launches; graphs hold the ones they were made with."""
+        if self._counters is None or len(self._counters) < n:
+            size = power_of_two(n, 4096)
+            self._counters = torch.zeros(size, dtype=torch.int32, device=self.machine.device)
+        return self._counters
+
+    def _enter(self, call: _Call) -> torch.Tensor:
         """Queries as attention takes them; keys and values are stored."""
-        h, empty = layer.heads, self.machine.empty
-        dtype = self.machine.half(layer.multiply)
-        queries = empty(pages.n, h.n_heads * h.head_dim_k, dtype=dtype)
-        q_norm, k_norm = layer.q_norm, layer.k_norm
-        head_kernels.enter[(pages.n, h.n_heads + (2 * h.n_kv_heads if store else 0))](
-            qkv, queries, *layer.pointers(self.machine, pages.base), pages.slots,
-            qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm,
-            qkv if rope is None else rope.values, pages.page_bytes, *offsets, qkv.shape[1],
-            layer.eps, N_ROT=0 if rope is None else rope.shape[1],
-            NEOX=rope is not None and rope.neox, Q_NORM=q_norm is not None,
-            K_NORM=k_norm is not None, **layer.shapes(pages.page_tokens), num_warps=1,
+        h, shape = call.layer.heads, call.pages.shape
+        dtype = self.machine.half(call.layer.multiply)
+        queries = self.machine.empty(shape.tokens, h.n_heads * h.head_dim_k, dtype=dtype)
+        head_kernels.enter[(shape.tokens, h.n_heads + (2 * h.n_kv_heads if call.store else 0))](
+            call.qkv, queries, call.pages.base, call.pages.slots, call.q_norm, call.k_norm,
+            call.turns, shape.page_bytes, *call.offsets, call.qkv.shape[1], call.layer.eps,
+            **call.constants, num_warps=1,
         )  # fmt: skip
         return queries
 
-    def _attend(
-        self, queries: torch.Tensor, out: torch.Tensor, layer: Layer, pages: Paged,
-        offsets: tuple[int, int],
-    ) -> None:  # fmt: skip
-        h, n = layer.heads, pages.n
+    def _attend(self, call: _Call, queries: torch.Tensor) -> None:
+        h, pages, shape = call.layer.heads, call.pages, call.pages.shape
         group = h.n_heads // h.n_kv_heads
-        dtype = self.machine.half(layer.multiply)
-        shapes = layer.shapes(pages.page_tokens)
-        tile = _tile(shapes, group, max(count for _, count, _ in pages.counts), dtype)
-        tiles = pages.tiles(max(tile["BM"] // group, 1))
-        n_tiles, n_queries = len(tiles[0]), n * h.n_heads
-        split = pages.spans > 1 and n_tiles * h.n_kv_heads < _FULL
-        spans = pages.spans if split else 1
-        parts, tops, masses = out, out, out
+        size = TILES[1] if group * TILES[1] <= _most(call.layer) else TILES[0]
+        tile = _tile(call.layer, shape.page_tokens, size, self.machine)
+        tiles = pages.tiles(size)
+        n_tiles, n_queries = tiles.shape[1], shape.tokens * h.n_heads
+        split = n_tiles * h.n_kv_heads < _FULL
+        spans = shape.spans if split else 1
+        parts = tops = masses = call.out
         if split:
             parts = self.machine.empty(spans, n_queries, h.head_dim_v)
             tops, masses = self.machine.empty(2, spans, n_queries)
         holes = pages.slot_positions
         kernels.attend[(n_tiles, h.n_kv_heads, spans)](
-            queries, out, parts, tops, masses, *layer.pointers(self.machine, pages.base),
-            pages.tables, pages.first, pages.length, pages.positions,
-            pages.first if holes is None else holes, *tiles, n, *pages.columns, pages.page_bytes,
-            *offsets, h.scale, h.softcap, h.window, MULTIPLY=MULTIPLY[dtype],
-            CAPPED=h.softcap > 0, HOLES=holes is not None, SPLIT=split, SPAN=SPAN,
-            **shapes, **tile,
+            queries, call.out, parts, tops, masses, pages.base, pages.tables, pages.first,
+            pages.length, pages.positions, pages.first if holes is None else holes, *tiles,
+            shape.tokens, shape.pages, shape.holes, shape.page_bytes, *call.offsets, h.scale,
+            h.softcap, h.window, CAPPED=h.softcap > 0, HOLES=holes is not None, SPLIT=split,
+            SPAN=SPAN, **call.layer.shapes(shape.page_tokens), **tile,
         )  # fmt: skip
         if split:
             kernels.merge_splits[(triton.cdiv(n_queries, 4),)](
-                out, parts, tops, masses, n_queries, spans, DV=h.head_dim_v, DVP=shapes["DVP"],
-                BM=4, num_warps=1,
+                call.out, parts, tops, masses, n_queries, spans, DV=h.head_dim_v,
+                DVP=power_of_two(h.head_dim_v, 32), BM=4, num_warps=1,
             )  # fmt: skip
 
 
-def _tile(shapes: dict[str, Any], group: int, longest: int, dtype: torch.dtype) -> dict[str, Any]:
-    """The shape of a tile: the queries of it change no bit, so they may follow the batch."""
+@dataclass(frozen=True)
+class _Call:
+    """One layer's attention in one step."""
+
+    qkv: torch.Tensor
+    out: torch.Tensor
+    layer: Layer
+    pages: Paged
+    rope: RopeTable | None
+    offsets: tuple[int, int]
+    store: bool
+
+    @property
+    def q_norm(self) -> torch.Tensor:
+        return self.qkv if self.layer.q_norm is None else self.layer.q_norm
+
+    @property
+    def k_norm(self) -> torch.Tensor:
+        return self.qkv if self.layer.k_norm is None else self.layer.k_norm
+
+    @property
+    def turns(self) -> torch.Tensor:
+        return self.qkv if self.rope is None else self.rope.values
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """What kernels that norm, turn and store are compiled for."""
+        rope = self.rope
+        return self.layer.shapes(self.pages.shape.page_tokens) | {
+            "N_ROT": 0 if rope is None else rope.shape[1],
+            "NEOX": rope is not None and rope.neox,
+            "Q_NORM": self.layer.q_norm is not None, "K_NORM": self.layer.k_norm is not None,
+        }  # fmt: skip
+
+
+def _most(layer: Layer) -> int:
+    """Queries that a program takes at most."""
+    shapes = layer.shapes(16)
     wide = max(shapes["DKP"], shapes["DVP"])
+    return 32 if layer.multiply is torch.float32 else (64 if wide > 128 else 128)
+
+
+def _tile(layer: Layer, page_tokens: int, tokens: int, machine: Machine) -> dict[str, Any]:
+    """The shape of a tile of so many tokens: it changes no bit, so it may follow the batch."""
+    shapes = layer.shapes(page_tokens)
+    group = layer.heads.n_heads // layer.heads.n_kv_heads
+    dtype = machine.half(layer.multiply)
     exact = dtype is torch.float32
-    most = 32 if exact else (64 if wide > 128 else 128)
     # Of values that are unpacked on the way, small and large tiles add in orders of their own.
-    least = 64 if not exact and (shapes["KIND_K"] or shapes["KIND_V"]) else 16
-    rows = min(power_of_two(longest * group, least), max(most, power_of_two(group, 16)))
-    block = 32 if exact or wide > 128 else 64
+    least = 64 if not exact and (layer.k.kind or layer.v.kind) else 16
+    rows = power_of_two(tokens * group, least)
+    block = 32 if exact or max(shapes["DKP"], shapes["DVP"]) > 128 else 64
     return {
-        "BM": rows, "BN": block, "num_warps": 8 if rows >= 128 else 4,
+        "BM": rows, "BN": block, "MULTIPLY": MULTIPLY[dtype], "num_warps": 8 if rows >= 128 else 4,
         "num_stages": 1 if exact else 2,
     }  # fmt: skip

@@ -58,6 +58,16 @@ class _At:
         }  # fmt: skip
 
 
+class OnDevice:
+    """Integers that lie on the device already."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+
 class Machine:
     """One GPU, or the host under Triton's interpreter, which is how kernels run without one."""
 
@@ -88,6 +98,10 @@ class Machine:
         if not plain.flags.writeable:  # torch warns of arrays that it must not write
             plain = plain.copy()
         return torch.from_numpy(plain).to(self.device, copy=True)
+
+    def integers(self, values: Int32 | OnDevice) -> torch.Tensor:
+        """Integers as a tensor of the device."""
+        return values.tensor if isinstance(values, OnDevice) else self.upload(values)
 
     def upload_all(self, columns: Sequence[NDArray[np.int32]]) -> list[torch.Tensor]:
         """Several arrays of int32 in one transfer."""

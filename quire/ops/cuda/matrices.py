@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.ops import Int32, Part
+from quire.ops import Part
 from quire.ops.cuda.formats import FORMATS, Format, dense, from_nibbles, levels, nibbles
 from quire.ops.cuda.machine import Machine, need
 
@@ -172,12 +172,11 @@ def expert_segments(w: CudaMatrix, count: int, rows: int, cols: int) -> list[Seg
     return found
 
 
-def embed(table: CudaMatrix, ids: Int32, machine: Machine) -> torch.Tensor:
+def embed(table: CudaMatrix, wanted: torch.Tensor, machine: Machine) -> torch.Tensor:
     """Rows of a matrix by id, in float32."""
-    wanted = machine.upload(ids)
     if len(table.segments) == 1:
         return table.segments[0].take(wanted)
-    out, start = machine.empty(len(ids), table.cols), 0
+    out, start = machine.empty(len(wanted), table.cols), 0
     for segment in table.segments:
         inside = (wanted >= start) & (wanted < start + segment.rows)
         mine = segment.take((wanted - start).clamp(0, segment.rows - 1))

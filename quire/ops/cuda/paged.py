@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+import triton.language as tl
 
 from quire.ops import Heads, HeadsHandle, Int32, PageTables, Rope, RopeHandle
 from quire.ops.cuda.arrays import CudaArray
+from quire.ops.cuda.kernels import heads as kernels
 from quire.ops.cuda.machine import Machine, need, power_of_two
 
 
@@ -32,6 +35,11 @@ class RowKind:
         return dims // 2 if self.kind == 2 else dims * self.size
 
 
+TYPES = {
+    torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16,
+    torch.int8: tl.int8, torch.uint8: tl.uint8, torch.int64: tl.int64,
+}  # fmt: skip
+"""Of tensors, as kernels name them."""
 KINDS = {
     "f32": RowKind(0, torch.float32, torch.float32, 4),
     "f16": RowKind(0, torch.float16, torch.float16, 2),
@@ -67,14 +75,10 @@ class Layer:
         return {
             "KV_HEADS": h.n_kv_heads, "HEADS": h.n_heads, "DK": dk, "DV": dv,
             "DKP": power_of_two(dk, 32), "DVP": power_of_two(dv, 32), "TOKENS": page_tokens,
+            "TYPE_K": TYPES[self.k.dtype], "TYPE_V": TYPES[self.v.dtype],
             "KIND_K": self.k.kind, "KIND_V": self.v.kind, "SIZE_K": self.k.size,
             "SIZE_V": self.v.size, "ROW_K": self.k.row(dk), "ROW_V": self.v.row(dv),
         }  # fmt: skip
-
-    def pointers(self, machine: Machine, base: int) -> tuple[torch.Tensor, ...]:
-        """Values and scales of K, then of V, as kernels address them from a base."""
-        half = machine.pointer(base, torch.float16)
-        return machine.pointer(base, self.k.dtype), half, machine.pointer(base, self.v.dtype), half
 
 
 class RopeTable(CudaArray):
@@ -87,39 +91,112 @@ class RopeTable(CudaArray):
         self.neox = neox
 
 
-@dataclass
-class Paged:
-    """One group's pages in one step."""
+SPAN = 256
+"""Slots that are summed on their own; cut at absolute positions."""
+TILES = (16, 64)
+"""Tokens of one sequence that a program may take together."""
 
-    base: int
-    page_bytes: int
+
+@dataclass(frozen=True)
+class PageShape:
+    """Sizes of a step's tables: what it has, or more, where a graph is made for more."""
+
+    tokens: int
+    seqs: int
+    pages: int
+    """Columns of the tables."""
     page_tokens: int
-    n: int
-    counts: list[tuple[int, int, int]]
-    """Runs of tokens of one sequence: first row, how many, the sequence's row."""
-    spans: int
-    """Spans of the longest sequence."""
-    tables: torch.Tensor
-    first: torch.Tensor
-    length: torch.Tensor
-    slots: torch.Tensor
-    positions: torch.Tensor
-    slot_positions: torch.Tensor | None
-    columns: tuple[int, int]
-    """Of tables and of slot_positions."""
-    machine: Machine
-    _tiles: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    page_bytes: int
+    single: bool
+    """Whether no sequence has more than one token."""
+    holes: int
+    """Columns of `slot_positions`, 0 where there are none."""
 
-    def tiles(self, size: int) -> list[torch.Tensor]:
+    @property
+    def spans(self) -> int:
+        """Spans that a sequence may reach into."""
+        return (self.pages * self.page_tokens - 1) // SPAN + 2
+
+    def tiles(self, size: int) -> int:
+        """Tiles of so many tokens that there may be."""
+        return self.tokens // size + self.seqs
+
+    @property
+    def sizes(self) -> list[int]:
+        """Integers of each column."""
+        tiles = [] if self.single else [3 * self.tiles(size) for size in TILES]
+        tables = [self.seqs * self.pages, self.seqs, self.seqs, self.tokens, self.tokens]
+        return [*tables, self.seqs * self.holes, *tiles]
+
+
+def shape_of(view: PageTables, positions: Int32) -> PageShape:
+    """The shape of a step as it is."""
+    holes = 0 if view.slot_positions is None else view.slot_positions.shape[1]
+    tokens, (seqs, pages) = len(positions), view.tables.shape
+    used = min(pages, max(-(-int(view.length.max(initial=0)) // view.page_tokens), 1))
+    return PageShape(
+        tokens, seqs, used, view.page_tokens, view.page_bytes, tokens == seqs and not holes, holes
+    )
+
+
+def page_columns(
+    view: PageTables, positions: Int32, seq_rows: Int32, shape: PageShape
+) -> list[Int32]:
+    """What kernels read of a step, in the order of `shape.sizes`; what fills them up is no token.
+
+    That has slot -1, and a tile of it no tokens.
+    """
+    pages = min(shape.pages, view.tables.shape[1])
+    tables = np.full((shape.seqs, shape.pages), -1, np.int32)
+    tables[: len(view.tables), :pages] = view.tables[:, :pages]
+    columns = [
+        tables, filled(view.first, shape.seqs), filled(view.length, shape.seqs),
+        filled(view.slots, shape.tokens, -1), filled(positions, shape.tokens),
+    ]  # fmt: skip
+    holes = view.slot_positions
+    columns.append(np.empty(0, np.int32) if holes is None else holes)
+    if not shape.single:
+        cuts = np.flatnonzero(np.diff(seq_rows)) + 1
+        starts = np.concatenate([[0], cuts]).astype(int) if len(seq_rows) else np.empty(0, int)
+        counts = np.diff(np.append(starts, len(seq_rows)))
+        columns += [_tiles(starts, counts, seq_rows, size, shape) for size in TILES]
+    return columns
+
+
+def _tiles(starts: Any, counts: Any, seq_rows: Int32, size: int, shape: PageShape) -> Int32:
+    """First rows, counts and sequences of tiles: [3, tiles]."""
+    per_run = -(-counts // size)
+    run = np.repeat(np.arange(len(starts)), per_run)
+    at = (np.arange(len(run)) - (np.cumsum(per_run) - per_run)[run]) * size
+    found = np.zeros((3, shape.tiles(size)), np.int32)
+    found[0, : len(run)] = starts[run] + at
+    found[1, : len(run)] = np.minimum(size, counts[run] - at)
+    found[2, : len(run)] = seq_rows[starts[run]] if len(run) else 0
+    return found
+
+
+def filled(values: Int32, size: int, with_: int = 0) -> Int32:
+    """Values, and behind them as many others as are missing."""
+    if len(values) == size:
+        return values
+    out = np.full(size, with_, np.int32)
+    out[: len(values)] = values
+    return out
+
+
+class Paged:
+    """One group's pages in one step: columns on the device, and where page 0 lies."""
+
+    def __init__(self, base: int, shape: PageShape, columns: Sequence[torch.Tensor]) -> None:
+        self.base, self.shape = base, shape
+        self.tables, self.first, self.length, self.slots, self.positions, holes = columns[:6]
+        self.slot_positions = holes if shape.holes else None
+        self._tiles = {
+            size: column.view(3, -1) for size, column in zip(TILES, columns[6:], strict=False)
+        }
+
+    def tiles(self, size: int) -> torch.Tensor:
         """Tiles of at most so many tokens: first rows, counts, sequences."""
-        if size not in self._tiles:
-            found = [
-                (row + at, min(size, count - at), seq)
-                for row, count, seq in self.counts
-                for at in range(0, count, size)
-            ]
-            columns = np.array(found, np.int32).reshape(-1, 3).T
-            self._tiles[size] = self.machine.upload_all(list(columns))
         return self._tiles[size]
 
 
@@ -129,9 +206,9 @@ def layer_of(heads: HeadsHandle) -> Layer:
     return heads
 
 
-def rope_of(rope: RopeHandle) -> Rope:
+def rope_of(rope: RopeHandle) -> CudaRope:
     """The embedding behind a handle of this device."""
-    assert isinstance(rope, Rope)
+    assert isinstance(rope, CudaRope)
     return rope
 
 
@@ -150,11 +227,23 @@ def need_placed(
         need(inside and offset % 16 == 0, f"K or V at {offset} lies outside a page, or unaligned")
 
 
-def turns(rope: Rope, positions: torch.Tensor, mscale: float) -> torch.Tensor:
-    """Cosines and sines of positions, made in float64."""
-    freqs = torch.from_numpy(np.ascontiguousarray(rope.freqs, np.float64)).to(positions.device)
-    angles = positions.double()[:, None] * freqs
-    return (torch.cat([angles.cos(), angles.sin()], 1) * mscale).float()
+class CudaRope:
+    """A rotary embedding whose frequencies lie on the device."""
+
+    def __init__(self, rope: Rope, machine: Machine) -> None:
+        self.rope = rope
+        self._freqs = machine.upload(np.ascontiguousarray(rope.freqs, np.float64))
+
+    def turns(self, positions: torch.Tensor, mscale: float) -> torch.Tensor:
+        """Cosines and sines of positions, made in float64: [n, n_rot]."""
+        n, n_rot = len(positions), self.rope.n_rot
+        out = torch.empty((n, n_rot), dtype=torch.float32, device=positions.device)
+        if n:
+            kernels.turns[(n,)](
+                positions, self._freqs, out, mscale, HALF=n_rot // 2,
+                BLOCK=power_of_two(n_rot // 2, 16), num_warps=1,
+            )  # fmt: skip
+        return out
 
 
 def need_whole(view: PageTables, positions: Int32, seq_rows: Int32) -> None:

@@ -11,8 +11,8 @@ import triton
 from quire.ops import HeadsHandle, Int32, Int64, Recurrent, RopeHandle
 from quire.ops.cuda.arrays import Arrays
 from quire.ops.cuda.kernels import heads as kernels
-from quire.ops.cuda.machine import from_lowest, need, need_apart, need_ids, power_of_two
-from quire.ops.cuda.paged import Layer, layer_of, need_placed, rope_of, turns
+from quire.ops.cuda.machine import need, need_apart, need_ids, power_of_two
+from quire.ops.cuda.paged import TYPES, Layer, layer_of, need_placed, rope_of
 from quire.ops.cuda.recurrent_rows import fold, layers_of
 from quire.ops.cuda.recurrent_rows import need_placed as need_states_placed
 
@@ -35,12 +35,12 @@ class PageWork(Arrays):
         need(page_bytes > 0, f"pages of {page_bytes} bytes")
         if len(sources) == 0:
             return
-        base, pairs = from_lowest(base, page_bytes, sources, targets)
         dtype = torch.int64 if page_bytes % 8 == 0 and base % 8 == 0 else torch.uint8
         words = page_bytes // dtype.itemsize
         kernels.copy_pages[(len(sources), triton.cdiv(words, _PIECE))](
-            self.machine.pointer(base, dtype), *self.machine.upload_all(pairs), words, BLOCK=_PIECE
-        )
+            base, *self.machine.upload_all([sources, targets]), words, TYPE=TYPES[dtype],
+            BLOCK=_PIECE,
+        )  # fmt: skip
 
     def rotate_pages(
         self, heads: HeadsHandle, rope: RopeHandle, base: int, page_bytes: int, page_tokens: int,
@@ -52,17 +52,17 @@ class PageWork(Arrays):
             need_placed(layer, page_bytes, page_tokens, int(k), 0)
         need_ids("rotate_pages", pages, len(pages))
         need(deltas.shape == (len(pages), page_tokens), f"deltas are {deltas.shape}")
-        need(turn.n_rot <= layer.heads.head_dim_k, "rope wider than a head")
+        need(turn.rope.n_rot <= layer.heads.head_dim_k, "rope wider than a head")
         if len(pages) == 0 or len(k_offsets) == 0:
             return
-        base, (pages,) = from_lowest(base, page_bytes, pages)
         ids, by = self.machine.upload_all([pages, deltas.astype(np.int32, copy=False)])
         kv_heads, dims = layer.heads.n_kv_heads, layer.heads.head_dim_k
         kernels.rotate[(deltas.size, len(k_offsets) * kv_heads)](
-            *layer.pointers(self.machine, base)[:2], ids, by, turns(turn, by, 1.0),
+            base, ids, by, turn.turns(by, 1.0),
             self.machine.upload(k_offsets), page_bytes, KV_HEADS=kv_heads, D=dims,
-            DP=power_of_two(dims, 32), TOKENS=page_tokens, N_ROT=turn.n_rot, NEOX=turn.neox,
-            KIND=layer.k.kind, SIZE=layer.k.size, ROW=layer.k.row(dims), num_warps=1,
+            DP=power_of_two(dims, 32), TOKENS=page_tokens, N_ROT=turn.rope.n_rot,
+            NEOX=turn.rope.neox, TYPE=TYPES[layer.k.dtype], KIND=layer.k.kind,
+            SIZE=layer.k.size, ROW=layer.k.row(dims), num_warps=1,
         )  # fmt: skip
 
     def move_tokens(
@@ -79,7 +79,6 @@ class PageWork(Arrays):
             need_ids("move_tokens", pages, len(from_pages))
             need(len(slots) == len(pages), "move_tokens: a slot for each token")
             need(((slots >= 0) & (slots < page_tokens)).all(), "move_tokens: a slot of no page")
-        base, (from_pages, to_pages) = from_lowest(base, page_bytes, from_pages, to_pages)
         columns = [from_pages, from_slots, to_pages, to_slots]
         for part in _independent(columns, page_tokens):
             moved = self.machine.upload_all([column[part] for column in columns])
@@ -93,7 +92,7 @@ class PageWork(Arrays):
         h = layer.heads
         kind, dims = (layer.k, h.head_dim_k) if which == "k" else (layer.v, h.head_dim_v)
         kernels.move[(len(moved[0]), len(offsets) * h.n_kv_heads)](
-            self.machine.pointer(base, torch.uint8), *moved, self.machine.upload(offsets),
+            base, *moved, self.machine.upload(offsets),
             page_bytes, KV_HEADS=h.n_kv_heads, TOKENS=page_tokens, ROW=kind.row(dims),
             LEVELS=kind.levels(dims), BLOCK=power_of_two(kind.levels(dims)), num_warps=1,
         )  # fmt: skip

@@ -16,7 +16,7 @@ from quire.ops.cuda.arrays import Arrays, block_of, need_same, row_of, values_of
 from quire.ops.cuda.formats import Format
 from quire.ops.cuda.kernels import product as kernels
 from quire.ops.cuda.kernels import rows as row_kernels
-from quire.ops.cuda.machine import need, power_of_two
+from quire.ops.cuda.machine import OnDevice, need, power_of_two
 from quire.ops.cuda.matrices import CudaMatrix, Segment
 
 _FEW = 64
@@ -79,10 +79,11 @@ class Matrices(Arrays):
         """What `pack` would hold for parts of these types, rows and columns."""
         return matrices.packed_bytes(parts)
 
-    def embed(self, table: Matrix, ids: Int32, scale: float = 1.0) -> Array:
+    def embed(self, table: Matrix, ids: Int32 | OnDevice, scale: float = 1.0) -> Array:
         """Rows of a matrix by id, times scale."""
-        need(((ids >= 0) & (ids < table.rows)).all(), f"an id outside {table.rows} rows")
-        rows = matrices.embed(matrix_of(table), ids, self.machine)
+        if not isinstance(ids, OnDevice):
+            need(((ids >= 0) & (ids < table.rows)).all(), f"an id outside {table.rows} rows")
+        rows = matrices.embed(matrix_of(table), self.machine.integers(ids), self.machine)
         return self.new(rows if scale == 1.0 else rows * scale)
 
     def linear(

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from quire.ops import Array, Float32, Int32, Sampler
 from quire.ops.cuda.arrays import Arrays, values_of
 from quire.ops.cuda.kernels import race as kernels
-from quire.ops.cuda.machine import need, power_of_two
+from quire.ops.cuda.machine import Machine, need, power_of_two
 
 _BLOCK = 1024
 
@@ -83,12 +83,37 @@ def sampler_of(sampler: Sampler) -> CudaSampler:
     return sampler
 
 
-def _keys(uniforms: NDArray[np.float64]) -> NDArray[np.int64]:
+def race_keys(uniforms: NDArray[np.float64]) -> NDArray[np.int64]:
     """splitmix64's finalizer of the bits of random numbers."""
     x = np.ascontiguousarray(uniforms, np.float64).view(np.uint64)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return (x ^ (x >> np.uint64(31))).view(np.int64)
+
+
+def drawing(
+    machine: Machine, x: torch.Tensor, keys: torch.Tensor, heat: torch.Tensor | None,
+    floors: torch.Tensor, edges: torch.Tensor | None = None, limits: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """The winner of each row; of the likeliest alone, where nobody has a temperature (`heat`).
+
+    -1 stands for a row that excludes every token, -2 for one with a NaN.
+    """
+    n, vocab = x.shape
+    n_blocks = triton.cdiv(vocab, _BLOCK)
+    scores = machine.empty(n, n_blocks, dtype=torch.float64)
+    winners = machine.empty(n, n_blocks, dtype=torch.int32)
+    tops = x if heat is None else x.amax(1)
+    kernels.race[(n, n_blocks)](
+        x, keys, x if heat is None else heat, tops, floors, x if edges is None else edges,
+        keys if limits is None else limits, scores, winners, vocab, n_blocks, BLOCK=_BLOCK,
+        GREEDY=heat is None, CUT=edges is not None,
+    )  # fmt: skip
+    out = machine.empty(n, dtype=torch.int32)
+    kernels.finish[(n,)](
+        scores, winners, out, n_blocks, BLOCK=power_of_two(n_blocks, 16), num_warps=1
+    )
+    return out
 
 
 class Sampling(Arrays):
@@ -133,12 +158,11 @@ class Sampling(Arrays):
         mine = [sampler_of(sampler) for sampler in samplers]
         # A copy, and without negative zeros, which would sort apart from zeros.
         x = values.index_select(0, self.machine.upload(rows)) + 0.0
-        wrong = x.isnan().any(1)
         self._edit(x, mine)
         if masks is not None:
             self._mask(x, masks)
         picked = self._pick(x, [sampler.wish for sampler in mine], uniforms)
-        found: Int32 = torch.where(wrong, -2, picked).cpu().numpy()
+        found: Int32 = picked.cpu().numpy()
         for row, token in zip(rows, found, strict=True):
             need(token != -2, f"row {row} of the logits contains NaN")
             need(token != -1, f"row {row}: mask and bias exclude every token")
@@ -193,29 +217,19 @@ class Sampling(Arrays):
     def _pick(
         self, x: torch.Tensor, wishes: list[Wish], uniforms: NDArray[np.float64]
     ) -> torch.Tensor:
-        """Winners of edited rows; -1 where every token is excluded."""
-        n, vocab = x.shape
-        upload, empty = self.machine.upload, self.machine.empty
+        """Winners of edited rows; -1 where every token is excluded, -2 where one is NaN."""
+        n = len(x)
+        upload = self.machine.upload
         edges = torch.full((n,), float("-inf"), device=x.device)
         limits = torch.zeros(n, dtype=torch.int32, device=x.device)
         chosen = [row for row, wish in enumerate(wishes) if wish.selects]
         if chosen:
             at = upload(np.array(chosen, np.int64))
             edges[at], limits[at] = self._edges(x[at], [wishes[row] for row in chosen])
-        temperatures = upload(np.array([w.temperature for w in wishes], np.float32))
+        heat = upload(np.array([w.temperature for w in wishes], np.float32))
         floors = upload(np.array([w.min_p for w in wishes], np.float64))
-        n_blocks = triton.cdiv(vocab, _BLOCK)
-        scores = empty(n, n_blocks, dtype=torch.float64)
-        winners = empty(n, n_blocks, dtype=torch.int32)
-        kernels.race[(n, n_blocks)](
-            x, upload(_keys(uniforms)), temperatures, x.amax(1), floors, edges, limits, scores,
-            winners, vocab, n_blocks, BLOCK=_BLOCK,
-        )  # fmt: skip
-        out = empty(n, dtype=torch.int32)
-        kernels.finish[(n,)](
-            scores, winners, out, n_blocks, BLOCK=power_of_two(n_blocks, 16), num_warps=1
-        )
-        return out
+        keys = upload(race_keys(uniforms))
+        return drawing(self.machine, x, keys, heat, floors, edges, limits)
 
     def _edges(self, x: torch.Tensor, wishes: list[Wish]) -> tuple[torch.Tensor, torch.Tensor]:
         """The last token that top_k and top_p leave in: its logit and its id."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.ops.cuda.kernels.heads import head_start, load_rows
+from quire.ops.cuda.kernels.heads import head_start, load_rows, pages_at, store_token, turned
 
 
 @triton.jit
@@ -31,21 +31,79 @@ def merge(best, total, out, most, mass, part):
 
 
 @triton.jit
+def _span(
+    x, position, base, table, first_slot, last_slot, slots, start, shift, slot_positions,
+    page_bytes, k_offset, v_offset, head, scale, softcap, window,
+    KV_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr,
+    DVP: tl.constexpr, TOKENS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    TYPE_K: tl.constexpr, TYPE_V: tl.constexpr, KIND_K: tl.constexpr, KIND_V: tl.constexpr,
+    SIZE_K: tl.constexpr, SIZE_V: tl.constexpr, ROW_K: tl.constexpr, ROW_V: tl.constexpr,
+    MULTIPLY: tl.constexpr, CAPPED: tl.constexpr, HOLES: tl.constexpr,
+):  # fmt: skip
+    """One span of slots: the largest score of each query, the mass below it, and their sum of v."""
+    d, e = tl.arange(0, DKP), tl.arange(0, DVP)
+    ones = tl.full([BN, 16], 1.0, MULTIPLY)
+    scales = pages_at(base, tl.float16)
+    k_values, v_values = pages_at(base, TYPE_K), pages_at(base, TYPE_V)
+    most = tl.full([BM], float("-inf"), tl.float32)
+    mass = tl.zeros([BM, 16], tl.float32)
+    part = tl.zeros([BM, DVP], tl.float32)
+    for block in range(first_slot, last_slot, BN):
+        slot = block - shift + tl.arange(0, BN)
+        seen = (slot >= 0) & (slot < slots)
+        at = start + slot
+        if HOLES:
+            at = tl.load(slot_positions + slot, mask=seen, other=-1)
+            seen = seen & (at >= 0)
+        page = tl.load(table + slot // TOKENS, mask=seen, other=0).to(tl.int64)
+        inside = slot % TOKENS
+        starts = head_start(page_bytes, page, k_offset, head, TOKENS, ROW_K)
+        k = load_rows(
+            k_values, scales, starts[:, None], inside[:, None], d[None, :],
+            seen[:, None] & (d < DK)[None, :], KIND_K, SIZE_K, TOKENS, DK,
+        ).to(MULTIPLY)  # fmt: skip
+        score = tl.dot(x, tl.trans(k), input_precision="ieee") * scale
+        if CAPPED:
+            score = softcap * _tanh(score / softcap)
+        visible = seen[None, :] & (at[None, :] <= position[:, None])
+        if window > 0:
+            visible = visible & (at[None, :] > position[:, None] - window)
+        score = tl.where(visible, score, float("-inf"))
+        top = tl.maximum(most, tl.max(score, 1))
+        safe = tl.where(top == float("-inf"), 0.0, top)
+        p = tl.exp(score - safe[:, None]).to(MULTIPLY)
+        fade = tl.exp(most - safe)
+        starts = head_start(page_bytes, page, v_offset, head, TOKENS, ROW_V)
+        v = load_rows(
+            v_values, scales, starts[:, None], inside[:, None], e[None, :],
+            seen[:, None] & (e < DV)[None, :], KIND_V, SIZE_V, TOKENS, DV,
+        ).to(MULTIPLY)  # fmt: skip
+        # Tensor cores add in one order whatever the tile, which a sum over a row would not.
+        mass = tl.dot(p, ones, mass * fade[:, None], input_precision="ieee")
+        part = tl.dot(p, v, part * fade[:, None], input_precision="ieee")
+        most = top
+    return most, tl.max(mass, 1), part
+
+
+@triton.jit
 def attend(
-    q, out, parts, tops, masses, k_values, k_scales, v_values, v_scales, tables, first, length,
+    q, out, parts, tops, masses, base, tables, first, length,
     positions, slot_positions, tile_row, tile_count, tile_seq, n, table_cols, position_cols,
     page_bytes, k_offset, v_offset, scale, softcap, window,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     DKP: tl.constexpr, DVP: tl.constexpr, TOKENS: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, SPAN: tl.constexpr, KIND_K: tl.constexpr, KIND_V: tl.constexpr,
+    BN: tl.constexpr, SPAN: tl.constexpr, TYPE_K: tl.constexpr, TYPE_V: tl.constexpr,
+    KIND_K: tl.constexpr, KIND_V: tl.constexpr,
     SIZE_K: tl.constexpr, SIZE_V: tl.constexpr, ROW_K: tl.constexpr, ROW_V: tl.constexpr,
     MULTIPLY: tl.constexpr, CAPPED: tl.constexpr, HOLES: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """The queries of a tile, of the heads that share a KV head; with SPLIT one span of slots."""
     tile, head = tl.program_id(0), tl.program_id(1)
     group: tl.constexpr = HEADS // KV_HEADS
-    seq = tl.load(tile_seq + tile).to(tl.int64)
     row, count = tl.load(tile_row + tile), tl.load(tile_count + tile)
+    if count == 0:
+        return  # it only fills a graph
+    seq = tl.load(tile_seq + tile).to(tl.int64)
     m = tl.arange(0, BM)
     valid = m < count * group
     token = (row + tl.minimum(m // group, count - 1)).to(tl.int64)
@@ -68,49 +126,16 @@ def attend(
     best = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     result = tl.zeros([BM, DVP], tl.float32)
-    ones = tl.full([BN, 16], 1.0, MULTIPLY)
     for span in range(span_from, span_to):
-        most = tl.full([BM], float("-inf"), tl.float32)
-        mass = tl.zeros([BM, 16], tl.float32)
-        part = tl.zeros([BM, DVP], tl.float32)
         begin = tl.maximum(span * SPAN, (low + shift) // BN * BN)
         end = tl.minimum((span + 1) * SPAN, high + shift)
-        for block in range(begin, end, BN):
-            slot = block - shift + tl.arange(0, BN)
-            seen = (slot >= 0) & (slot < slots)
-            at = start + slot
-            if HOLES:
-                at = tl.load(slot_positions + seq * position_cols + slot, mask=seen, other=-1)
-                seen = seen & (at >= 0)
-            page = tl.load(tables + seq * table_cols + slot // TOKENS, mask=seen, other=0)
-            page = page.to(tl.int64)
-            inside = slot % TOKENS
-            starts = head_start(page_bytes, page, k_offset, head, TOKENS, ROW_K)
-            k = load_rows(
-                k_values, k_scales, starts[:, None], inside[:, None], d[None, :],
-                seen[:, None] & (d < DK)[None, :], KIND_K, SIZE_K, TOKENS, DK,
-            ).to(MULTIPLY)  # fmt: skip
-            score = tl.dot(x, tl.trans(k), input_precision="ieee") * scale
-            if CAPPED:
-                score = softcap * _tanh(score / softcap)
-            visible = seen[None, :] & (at[None, :] <= position[:, None])
-            if window > 0:
-                visible = visible & (at[None, :] > position[:, None] - window)
-            score = tl.where(visible, score, float("-inf"))
-            top = tl.maximum(most, tl.max(score, 1))
-            safe = tl.where(top == float("-inf"), 0.0, top)
-            p = tl.exp(score - safe[:, None]).to(MULTIPLY)
-            fade = tl.exp(most - safe)
-            starts = head_start(page_bytes, page, v_offset, head, TOKENS, ROW_V)
-            v = load_rows(
-                v_values, v_scales, starts[:, None], inside[:, None], e[None, :],
-                seen[:, None] & (e < DV)[None, :], KIND_V, SIZE_V, TOKENS, DV,
-            ).to(MULTIPLY)  # fmt: skip
-            # Tensor cores add in one order whatever the tile, which a sum over a row would not.
-            mass = tl.dot(p, ones, mass * fade[:, None], input_precision="ieee")
-            part = tl.dot(p, v, part * fade[:, None], input_precision="ieee")
-            most = top
-        best, total, result = merge(best, total, result, most, tl.max(mass, 1), part)
+        most, mass, part = _span(
+            x, position, base, tables + seq * table_cols, begin, end, slots, start, shift,
+            slot_positions + seq * position_cols, page_bytes, k_offset, v_offset, head, scale,
+            softcap, window, KV_HEADS, DK, DV, DKP, DVP, TOKENS, BM, BN, TYPE_K, TYPE_V, KIND_K,
+            KIND_V, SIZE_K, SIZE_V, ROW_K, ROW_V, MULTIPLY, CAPPED, HOLES,
+        )  # fmt: skip
+        best, total, result = merge(best, total, result, most, mass, part)
     stored = valid[:, None] & (e < DV)[None, :]
     if SPLIT:
         at = tl.program_id(2).to(tl.int64) * n * HEADS + query
@@ -118,6 +143,90 @@ def attend(
         tl.store(masses + at, total, mask=valid)
         tl.store(parts + at[:, None] * DV + e[None, :], result, mask=stored)
     else:
+        result = tl.where(total[:, None] == 0.0, 0.0, result / total[:, None])
+        tl.store(out + query[:, None] * DV + e[None, :], result, mask=stored)
+
+
+@triton.jit
+def decode(
+    qkv, out, parts, tops, masses, arrived, base, tables, first, length, slots, positions, q_norm,
+    k_norm, rope, n, table_cols, page_bytes, k_offset, v_offset, stride, eps, scale, softcap,
+    window,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    DKP: tl.constexpr, DVP: tl.constexpr, TOKENS: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, SPAN: tl.constexpr, TYPE_K: tl.constexpr, TYPE_V: tl.constexpr,
+    KIND_K: tl.constexpr, KIND_V: tl.constexpr, SIZE_K: tl.constexpr, SIZE_V: tl.constexpr,
+    ROW_K: tl.constexpr, ROW_V: tl.constexpr, N_ROT: tl.constexpr, NEOX: tl.constexpr,
+    Q_NORM: tl.constexpr, K_NORM: tl.constexpr, MULTIPLY: tl.constexpr, CAPPED: tl.constexpr,
+    STORE: tl.constexpr,
+):  # fmt: skip
+    """One token of each sequence, from q, k and v to the output: one span of slots of a KV head.
+
+    Who has the span that the new token is in stores it first. Spans are merged in order by who
+    comes last, and `arrived` is 0 again then.
+    """
+    seq, head, mine = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    where = tl.load(slots + seq).to(tl.int64)
+    n_slots, start = tl.load(length + seq), tl.load(first + seq)
+    place = tl.load(positions + seq)
+    shift = start % SPAN
+    low = 0
+    if window > 0:
+        low = tl.maximum(place - window + 1 - start, 0)
+    high = n_slots + shift
+    span_from, span_to = (low + shift) // SPAN, (high + SPAN - 1) // SPAN
+    if (where < 0) | (mine < span_from) | (mine >= span_to):
+        return
+    group: tl.constexpr = HEADS // KV_HEADS
+    row = qkv + seq * stride
+    rope += seq * N_ROT
+    if STORE and mine == span_to - 1:
+        store_token(
+            row, base, where, head, k_norm, rope, page_bytes, k_offset, v_offset, eps, HEADS,
+            KV_HEADS, DK, DV, DKP, DVP, TOKENS, N_ROT, NEOX, K_NORM, TYPE_K, TYPE_V, KIND_K, KIND_V,
+            SIZE_K, SIZE_V, ROW_K, ROW_V, True, True,
+        )  # fmt: skip
+        tl.debug_barrier()
+    m, d, e = tl.arange(0, BM), tl.arange(0, DKP), tl.arange(0, DVP)
+    valid = m < group
+    at = row + ((head * group + m) * DK)[:, None]
+    x = turned(at, valid[:, None], q_norm, rope, d, eps, DK, N_ROT, NEOX, Q_NORM).to(MULTIPLY)
+    begin = tl.maximum(mine * SPAN, (low + shift) // BN * BN)
+    most, mass, part = _span(
+        x, tl.zeros([BM], tl.int32) + place, base, tables + seq * table_cols, begin,
+        tl.minimum((mine + 1) * SPAN, high), n_slots, start, shift, tables, page_bytes, k_offset,
+        v_offset, head, scale, softcap, window, KV_HEADS, DK, DV, DKP, DVP, TOKENS, BM, BN, TYPE_K,
+        TYPE_V, KIND_K, KIND_V, SIZE_K, SIZE_V, ROW_K, ROW_V, MULTIPLY, CAPPED, False,
+    )  # fmt: skip
+    best = tl.full([BM], float("-inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    result = tl.zeros([BM, DVP], tl.float32)
+    query = seq * HEADS + head * group + m
+    stored = valid[:, None] & (e < DV)[None, :]
+    alone = span_to - span_from == 1
+    last = alone
+    if not alone:
+        at = mine.to(tl.int64) * n * HEADS + query
+        tl.store(tops + at, most, mask=valid)
+        tl.store(masses + at, mass, mask=valid)
+        tl.store(parts + at[:, None] * DV + e[None, :], part, mask=stored)
+        tl.debug_barrier()
+        count = tl.atomic_add(arrived + seq * KV_HEADS + head, 1, sem="acq_rel")
+        last = count == span_to - span_from - 1
+    if last:
+        if alone:
+            best, total, result = merge(best, total, result, most, mass, part)
+        else:
+            tl.store(arrived + seq * KV_HEADS + head, 0)
+            for span in range(span_from, span_to):
+                at = span * n * HEADS + query
+                most = tl.load(tops + at, mask=valid, other=float("-inf"), cache_modifier=".cg")
+                mass = tl.load(masses + at, mask=valid, other=0.0, cache_modifier=".cg")
+                part = tl.load(
+                    parts + at[:, None] * DV + e[None, :], mask=stored, other=0.0,
+                    cache_modifier=".cg",
+                )  # fmt: skip
+                best, total, result = merge(best, total, result, most, mass, part)
         result = tl.where(total[:, None] == 0.0, 0.0, result / total[:, None])
         tl.store(out + query[:, None] * DV + e[None, :], result, mask=stored)
 

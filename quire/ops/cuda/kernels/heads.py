@@ -18,6 +18,12 @@ Q4_0 = tl.constexpr(2)
 
 
 @triton.jit
+def pages_at(base, TYPE: tl.constexpr):
+    """A pool's pages as values of a type; page 0 lies at address `base`, with memory or without."""
+    return tl.multiple_of(base.to(tl.pointer_type(TYPE)), 16)
+
+
+@triton.jit
 def head_start(page_bytes, page, offset, head, TOKENS: tl.constexpr, ROW: tl.constexpr):
     """The byte at which a head's part of a page starts; ROW is the bytes of a token."""
     return page * page_bytes + offset + head * (TOKENS * ROW)
@@ -99,70 +105,141 @@ def partner(d, N_ROT: tl.constexpr, NEOX: tl.constexpr):
 
 
 @triton.jit
-def _turned(
-    x, weight, table, token, d, eps, D: tl.constexpr, N_ROT: tl.constexpr, NEOX: tl.constexpr,
+def _mean_square(y, D: tl.constexpr):
+    """The mean of squares of rows, with the same bits in whatever order a kernel adds them.
+
+    So it is added in integers, as parts of the largest value's square.
+    """
+    most = tl.max(tl.abs(y), 1)
+    exponent = tl.minimum(tl.maximum(most.to(tl.int32, bitcast=True) >> 23, 30), 250)
+    scale = ((274 - exponent) << 23).to(tl.float32, bitcast=True)  # |y| · scale < 2^21
+    x = y * scale[:, None]
+    total = tl.sum((x * x).to(tl.int64), 1).to(tl.float32)
+    inverse = ((exponent - 20) << 23).to(tl.float32, bitcast=True)
+    return total * inverse * inverse / D
+
+
+@triton.jit
+def turned(
+    x, inside, weight, table, d, eps, D: tl.constexpr, N_ROT: tl.constexpr, NEOX: tl.constexpr,
     NORM: tl.constexpr,
 ):  # fmt: skip
-    """A head's row, normed and rotated."""
-    inside = d < D
-    y = tl.load(x + d, mask=inside, other=0.0)
+    """Rows of heads of one token, normed and rotated: x [rows, 1] says where they start."""
+    here = inside & (d < D)[None, :]
+    y = tl.load(x + d[None, :], mask=here, other=0.0)
     inverse = 1.0
     if NORM:
-        inverse = inverse_root(tl.sum(y * y, 0) / D, eps)
-        y = y * inverse * tl.load(weight + d, mask=inside, other=0.0)
+        inverse = inverse_root(_mean_square(y, D), eps)[:, None]
+        y = y * inverse * tl.load(weight + d, mask=d < D, other=0.0)[None, :]
     if N_ROT > 0:
         turns = d < N_ROT
         other, pair, sign = partner(d, N_ROT, NEOX)
-        z = tl.load(x + other, mask=turns, other=0.0)
+        z = tl.load(x + other[None, :], mask=here & turns[None, :], other=0.0)
         if NORM:
-            z = z * inverse * tl.load(weight + other, mask=turns, other=0.0)
-        cos = tl.load(table + token * N_ROT + pair, mask=turns, other=1.0)
-        sin = tl.load(table + token * N_ROT + N_ROT // 2 + pair, mask=turns, other=0.0)
-        y = y * cos + z * sign * sin
+            z = z * inverse * tl.load(weight + other, mask=turns, other=0.0)[None, :]
+        cos = tl.load(table + pair, mask=turns, other=1.0)
+        sin = tl.load(table + N_ROT // 2 + pair, mask=turns, other=0.0) * sign
+        # Left to the compiler, one kernel would round here where another does not.
+        y = tl.fma(y, tl.broadcast_to(cos[None, :], y.shape), z * sin[None, :])
     return y
 
 
 @triton.jit
-def enter(
-    qkv, q_out, k_values, k_scales, v_values, v_scales, slots, q_norm, k_norm, table, page_bytes,
-    k_offset, v_offset, stride, eps,
+def _one(x, d, weight, table, eps, D: tl.constexpr, N_ROT: tl.constexpr, NEOX: tl.constexpr,
+         NORM: tl.constexpr):  # fmt: skip
+    """One row, normed and rotated: [1, dimensions]."""
+    return turned(
+        x + tl.zeros([1, 1], tl.int32), tl.full([1, 1], 1, tl.int1), weight, table, d, eps, D,
+        N_ROT, NEOX, NORM,
+    )  # fmt: skip
+
+
+@triton.jit
+def store_token(
+    row, base, where, head, k_norm, table, page_bytes, k_offset, v_offset, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     DKP: tl.constexpr, DVP: tl.constexpr, TOKENS: tl.constexpr, N_ROT: tl.constexpr,
-    NEOX: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, KIND_K: tl.constexpr,
-    KIND_V: tl.constexpr, SIZE_K: tl.constexpr, SIZE_V: tl.constexpr, ROW_K: tl.constexpr,
-    ROW_V: tl.constexpr,
+    NEOX: tl.constexpr, K_NORM: tl.constexpr, TYPE_K: tl.constexpr, TYPE_V: tl.constexpr,
+    KIND_K: tl.constexpr, KIND_V: tl.constexpr, SIZE_K: tl.constexpr, SIZE_V: tl.constexpr,
+    ROW_K: tl.constexpr, ROW_V: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+):  # fmt: skip
+    """A token's key, value or both of one KV head go into their page; `row` is its q, k and v."""
+    page, slot = where // TOKENS, where % TOKENS
+    scales = pages_at(base, tl.float16)
+    if KEY:
+        d = tl.arange(0, DKP)
+        k = _one(row + (HEADS + head) * DK, d, k_norm, table, eps, DK, N_ROT, NEOX, K_NORM)
+        start = head_start(page_bytes, page, k_offset, head, TOKENS, ROW_K)
+        store_row(
+            pages_at(base, TYPE_K), scales, start, slot, tl.reshape(k, [DKP]), d, KIND_K, SIZE_K,
+            TOKENS, DK, DKP,
+        )  # fmt: skip
+    if VALUE:
+        e = tl.arange(0, DVP)
+        v = tl.load(row + (HEADS + KV_HEADS) * DK + head * DV + e, mask=e < DV, other=0.0)
+        start = head_start(page_bytes, page, v_offset, head, TOKENS, ROW_V)
+        store_row(
+            pages_at(base, TYPE_V), scales, start, slot, v, e, KIND_V, SIZE_V, TOKENS, DV, DVP
+        )
+
+
+@triton.jit
+def enter(
+    qkv, q_out, base, slots, q_norm, k_norm, table, page_bytes, k_offset, v_offset, stride, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    DKP: tl.constexpr, DVP: tl.constexpr, TOKENS: tl.constexpr, N_ROT: tl.constexpr,
+    NEOX: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, TYPE_K: tl.constexpr,
+    TYPE_V: tl.constexpr, KIND_K: tl.constexpr, KIND_V: tl.constexpr, SIZE_K: tl.constexpr,
+    SIZE_V: tl.constexpr, ROW_K: tl.constexpr, ROW_V: tl.constexpr,
 ):  # fmt: skip
     """One head of one token: q is normed, turned and kept; k and v go into their page."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = qkv + token * stride
-    d = tl.arange(0, DKP)
+    table += token * N_ROT
     if head < HEADS:
-        q = _turned(row + head * DK, q_norm, table, token, d, eps, DK, N_ROT, NEOX, Q_NORM)
+        d = tl.arange(0, DKP)
+        q = _one(row + head * DK, d, q_norm, table, eps, DK, N_ROT, NEOX, Q_NORM)
         at = (token * HEADS + head) * DK + d
+        q = tl.reshape(q, [DKP])
         tl.store(q_out + at, q.to(q_out.dtype.element_ty), mask=d < DK)
     else:
         where = tl.load(slots + token).to(tl.int64)
-        page, slot = where // TOKENS, where % TOKENS
-        if head < HEADS + KV_HEADS:
-            k = _turned(row + head * DK, k_norm, table, token, d, eps, DK, N_ROT, NEOX, K_NORM)
-            k_start = head_start(page_bytes, page, k_offset, head - HEADS, TOKENS, ROW_K)
-            store_row(k_values, k_scales, k_start, slot, k, d, KIND_K, SIZE_K, TOKENS, DK, DKP)
-        else:
-            mine = head - HEADS - KV_HEADS
-            e = tl.arange(0, DVP)
-            values = row + (HEADS + KV_HEADS) * DK + mine * DV
-            v = tl.load(values + e, mask=e < DV, other=0.0)
-            v_start = head_start(page_bytes, page, v_offset, mine, TOKENS, ROW_V)
-            store_row(v_values, v_scales, v_start, slot, v, e, KIND_V, SIZE_V, TOKENS, DV, DVP)
+        if where >= 0:
+            if head < HEADS + KV_HEADS:
+                store_token(
+                    row, base, where, head - HEADS, k_norm, table, page_bytes, k_offset, v_offset,
+                    eps, HEADS, KV_HEADS, DK, DV, DKP, DVP, TOKENS, N_ROT, NEOX, K_NORM, TYPE_K,
+                    TYPE_V, KIND_K, KIND_V, SIZE_K, SIZE_V, ROW_K, ROW_V, True, False,
+                )  # fmt: skip
+            else:
+                store_token(
+                    row, base, where, head - HEADS - KV_HEADS, k_norm, table, page_bytes, k_offset,
+                    v_offset, eps, HEADS, KV_HEADS, DK, DV, DKP, DVP, TOKENS, N_ROT, NEOX, K_NORM,
+                    TYPE_K, TYPE_V, KIND_K, KIND_V, SIZE_K, SIZE_V, ROW_K, ROW_V, False, True,
+                )  # fmt: skip
+
+
+@triton.jit
+def turns(positions, freqs, out, mscale, HALF: tl.constexpr, BLOCK: tl.constexpr):
+    """Cosines and sines of one position."""
+    at = tl.program_id(0)
+    pair = tl.arange(0, BLOCK)
+    inside = pair < HALF
+    angle = tl.load(positions + at).to(tl.float64) * tl.load(freqs + pair, mask=inside, other=0.0)
+    out += at.to(tl.int64) * 2 * HALF + pair
+    tl.store(out, (tl.cos(angle) * mscale).to(tl.float32), mask=inside)
+    tl.store(out + HALF, (tl.sin(angle) * mscale).to(tl.float32), mask=inside)
 
 
 @triton.jit
 def rotate(
-    values, scales, pages, deltas, table, offsets, page_bytes, KV_HEADS: tl.constexpr,
+    base, pages, deltas, table, offsets, page_bytes, KV_HEADS: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, TOKENS: tl.constexpr, N_ROT: tl.constexpr,
-    NEOX: tl.constexpr, KIND: tl.constexpr, SIZE: tl.constexpr, ROW: tl.constexpr,
+    NEOX: tl.constexpr, TYPE: tl.constexpr, KIND: tl.constexpr, SIZE: tl.constexpr,
+    ROW: tl.constexpr,
 ):  # fmt: skip
     """Turns one token's key on, in place."""
+    values, scales = pages_at(base, TYPE), pages_at(base, tl.float16)
     which, slot = tl.program_id(0) // TOKENS, tl.program_id(0) % TOKENS
     layer, head = tl.program_id(1) // KV_HEADS, tl.program_id(1) % KV_HEADS
     at = tl.program_id(0)
@@ -189,11 +266,12 @@ def _move_bytes(memory, source, target, SIZE: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit
 def move(
-    memory, from_pages, from_slots, to_pages, to_slots, offsets, page_bytes,
+    base, from_pages, from_slots, to_pages, to_slots, offsets, page_bytes,
     KV_HEADS: tl.constexpr, TOKENS: tl.constexpr, ROW: tl.constexpr, LEVELS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Copies one token's row of a head; its first LEVELS bytes, then those of its scales."""
+    memory = pages_at(base, tl.uint8)
     i = tl.program_id(0)
     layer, head = tl.program_id(1) // KV_HEADS, tl.program_id(1) % KV_HEADS
     offset = tl.load(offsets + layer)
@@ -211,8 +289,9 @@ def move(
 
 
 @triton.jit
-def copy_pages(memory, sources, targets, page_words, BLOCK: tl.constexpr):
+def copy_pages(base, sources, targets, page_words, TYPE: tl.constexpr, BLOCK: tl.constexpr):
     """Copies a piece of a page."""
+    memory = pages_at(base, TYPE)
     i = tl.program_id(0)
     source = tl.load(sources + i).to(tl.int64) * page_words
     target = tl.load(targets + i).to(tl.int64) * page_words

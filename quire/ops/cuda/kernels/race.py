@@ -17,33 +17,37 @@ def _mix(x):
 @triton.jit
 def race(
     logits, keys, temperatures, tops, floors, edges, limits, scores, winners, vocab, n_blocks,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, GREEDY: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """The best of a block of tokens, of equals the lowest id; those behind the edge stay out.
 
     A token runs if its logit is above the row's edge, or at the edge with an id up to the limit,
-    and its weight is not under the floor. Score and winner are those of the reference.
+    and its weight is not under the floor. Score and winner are those of the reference. A block
+    that is not numbers wins with -2.
     """
     row, block = tl.program_id(0), tl.program_id(1)
     ids = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row.to(tl.int64) * vocab + ids, mask=ids < vocab, other=float("-inf"))
-    edge, limit = tl.load(edges + row), tl.load(limits + row)
-    runs = (x > float("-inf")) & ((x > edge) | ((x == edge) & (ids <= limit)))
-    temperature = tl.load(temperatures + row)
-    if temperature > 0:
-        top = tl.load(tops + row).to(tl.float64)
-        y = x.to(tl.float64)
-        weight = tl.where(y == top, 1.0, tl.exp((y - top) / temperature.to(tl.float64)))
-        runs = runs & (weight >= tl.load(floors + row))
-        number = (ids + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
-        number = _mix(tl.load(keys + row).to(tl.uint64, bitcast=True) + number)
-        u = ((number >> 11) | 1).to(tl.float64) * 1.1102230246251565e-16
-        score = weight / -tl.log(u)
-    else:
-        score = x.to(tl.float64)
+    runs = x > float("-inf")
+    if CUT:
+        edge, limit = tl.load(edges + row), tl.load(limits + row)
+        runs = runs & ((x > edge) | ((x == edge) & (ids <= limit)))
+    score = x.to(tl.float64)
+    if not GREEDY:
+        temperature = tl.load(temperatures + row)
+        if temperature > 0:
+            top = tl.load(tops + row).to(tl.float64)
+            weight = tl.where(score == top, 1.0, tl.exp((score - top) / temperature.to(tl.float64)))
+            runs = runs & (weight >= tl.load(floors + row))
+            number = (ids + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
+            number = _mix(tl.load(keys + row).to(tl.uint64, bitcast=True) + number)
+            u = ((number >> 11) | 1).to(tl.float64) * 1.1102230246251565e-16
+            score = weight / -tl.log(u)
     score = tl.where(runs, score, float("-inf"))
     best = tl.max(score, 0)
     winner = tl.min(tl.where(runs & (score == best), ids, 2147483647), 0)
+    wrong = tl.max((x != x).to(tl.int32), 0) > 0
+    best, winner = tl.where(wrong, float("inf"), best), tl.where(wrong, -2, winner)
     tl.store(scores + row * n_blocks + block, best)
     tl.store(winners + row * n_blocks + block, winner)
 

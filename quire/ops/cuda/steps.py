@@ -1,0 +1,271 @@
+"""Whole steps of a model as captured graphs, from token ids to the tokens that follow.
+
+    host     columns ──▶ pinned ──copy──▶ block of integers        ids ◀──copy── pinned
+    GPU      embed ─▶ layers ─▶ logits ─▶ race ─▶ ids ─────────────▲
+                ▲──────────────── the ids of the step before ──────┘
+
+A step of one shape runs eagerly the first time, which compiles what it needs, is captured the
+second time and replayed from then on. Shapes are rounded up, so that there are few of them; what
+fills them up is no token, and changes nothing. Nobody waits for a step: its ids are read when
+they are asked for, and the next step may take its tokens from them on the device.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from quire.ops import Array, Int32, Sampler
+from quire.ops.batch import Batch, GroupPages
+from quire.ops.cuda.arrays import values_of
+from quire.ops.cuda.machine import Machine, OnDevice, power_of_two
+from quire.ops.cuda.paged import Paged, PageShape, page_columns, shape_of
+from quire.ops.cuda.sampling import drawing, race_keys, sampler_of
+
+MOST_TOKENS = 512
+"""Longer steps are not captured: there launches cost little beside the work."""
+_GRAPHS = 64  # graphs that are kept
+_STEPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+
+
+class Layers(Protocol):
+    """What a model is here."""
+
+    @property
+    def n_layers(self) -> int: ...
+    def embed(self, batch: Batch) -> Array: ...
+    def run(self, x: Array, batch: Batch, start: int, stop: int) -> None: ...
+    def logits(self, x: Array) -> Array: ...
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group's view in a step, where its pages lie, and where in them its layers do."""
+
+    view: Any
+    bases: tuple[int, ...]
+    offsets: Mapping[int, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Key:
+    """The shape of a step."""
+
+    tokens: int
+    rows: int
+    """Of logits."""
+    groups: tuple[tuple[str, PageShape], ...]
+    greedy: bool
+
+
+class Drawn:
+    """The tokens that a step chooses: -1 where a row allows none, -2 where it is not numbers."""
+
+    def __init__(self, ids: torch.Tensor, n: int, stage: Stage) -> None:
+        self._ids, self._event = stage.fetch(ids)
+        self._n = n
+
+    def read(self) -> Int32:
+        """Waits until they are there."""
+        if self._event is not None:
+            self._event.synchronize()
+        found: Int32 = self._ids.numpy()[: self._n].copy()
+        return found
+
+
+class Stage:
+    """Pinned memory that integers pass through, to the GPU and back, while it computes."""
+
+    _DEPTH = 4
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._up: list[tuple[torch.Tensor, torch.cuda.Event] | None] = [None] * self._DEPTH
+        self._down: list[torch.Tensor | None] = [None] * self._DEPTH
+        self._turn = 0
+
+    def put(self, columns: Sequence[NDArray[Any]], into: torch.Tensor) -> None:
+        """Columns, one behind the other, into a block of integers."""
+        if self._machine.interpreted:
+            into.copy_(torch.from_numpy(_joined(columns, np.empty(len(into), np.int32))))
+            return
+        self._turn = (self._turn + 1) % self._DEPTH
+        held = self._up[self._turn]
+        if held is not None:
+            held[1].synchronize()
+        if held is None or len(held[0]) < len(into):
+            size = power_of_two(len(into), 1 << 14)
+            held = torch.empty(size, dtype=torch.int32, pin_memory=True), torch.cuda.Event()
+            self._up[self._turn] = held
+        pinned, event = held
+        _joined(columns, pinned.numpy())
+        into.copy_(pinned[: len(into)], non_blocking=True)
+        event.record()
+
+    def fetch(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        """A copy of ids on the host, which is there when the event has come."""
+        if self._machine.interpreted:
+            return ids.clone(), None
+        held = self._down[self._turn]
+        if held is None or len(held) < len(ids):
+            held = torch.empty(max(len(ids), 512), dtype=torch.int32, pin_memory=True)
+            self._down[self._turn] = held
+        event = torch.cuda.Event()
+        held[: len(ids)].copy_(ids, non_blocking=True)
+        event.record()
+        return held, event
+
+
+def _joined(columns: Sequence[NDArray[Any]], into: NDArray[np.int32]) -> NDArray[np.int32]:
+    at = 0
+    for column in columns:
+        flat = column.reshape(-1).view(np.int32)
+        into[at : at + len(flat)] = flat
+        at += len(flat)
+    return into
+
+
+class Captured:
+    """One shape of step: the block that it reads, its graph once there is one, what it makes."""
+
+    def __init__(self, key: Key, device: torch.device) -> None:
+        self.key = key
+        self.sizes = [2 * key.rows, 2 * key.rows, key.rows, key.rows, key.tokens, key.tokens]
+        for _, shape in key.groups:
+            self.sizes += shape.sizes
+        self.block = torch.zeros(sum(self.sizes), dtype=torch.int32, device=device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.seen = 0
+        self.logits: Array | None = None
+        self.ids: torch.Tensor | None = None
+
+    def columns(self) -> list[torch.Tensor]:
+        """The parts of the block."""
+        return list(torch.split(self.block, self.sizes))
+
+
+class Steps:
+    """The steps of one model on one GPU."""
+
+    def __init__(self, model: Layers, ops: Any) -> None:
+        self._model, self._ops = model, ops
+        self._machine: Machine = ops.machine
+        self._stage = Stage(self._machine)
+        self._known: OrderedDict[Key, Captured] = OrderedDict()
+        self._last = torch.zeros(MOST_TOKENS, dtype=torch.int32, device=self._machine.device)
+        self._pool: Any = None
+
+    def run(
+        self, tokens: Int32, positions: Int32, seq_rows: Int32, groups: Mapping[str, Group],
+        rows: Int32, draws: Sequence[tuple[Sampler, float] | None], sources: Int32 | None,
+    ) -> tuple[Array, Drawn] | None:  # fmt: skip
+        """Logits of rows, and the tokens that follow them; None where it has to be run plainly.
+
+        A token with a source takes its id from that row of the step before.
+        """
+        if len(tokens) > MOST_TOKENS:
+            return None
+        key = self._key(tokens, positions, groups, rows, draws)
+        if key is None:
+            return None
+        step = self._known.get(key)
+        if step is None:
+            step = self._known[key] = Captured(key, self._machine.device)
+            while len(self._known) > _GRAPHS:
+                self._known.popitem(last=False)
+        self._known.move_to_end(key)
+        columns = self._columns(key, tokens, positions, seq_rows, groups, rows, draws, sources)
+        self._stage.put(columns, step.block)
+        self._replay(step, groups)
+        assert step.logits is not None and step.ids is not None
+        return step.logits, Drawn(step.ids, len(rows), self._stage)
+
+    def _key(
+        self, tokens: Int32, positions: Int32, groups: Mapping[str, Group], rows: Int32,
+        draws: Sequence[tuple[Sampler, float] | None],
+    ) -> Key | None:  # fmt: skip
+        n_tokens = rounded(len(tokens))
+        shapes = []
+        for name, group in groups.items():
+            if not hasattr(group.view, "tables") or group.view.slot_positions is not None:
+                return None
+            shape = shape_of(group.view, positions)
+            seqs = n_tokens if shape.single else rounded(shape.seqs)
+            pages = power_of_two(shape.pages, 32)
+            size = shape.page_tokens, shape.page_bytes, shape.single, 0
+            shapes.append((name, PageShape(n_tokens, seqs, pages, *size)))
+        greedy = all(d is None or sampler_of(d[0]).wish.temperature == 0 for d in draws)
+        return Key(n_tokens, rounded(len(rows)), tuple(shapes), greedy)
+
+    def _columns(
+        self, key: Key, tokens: Int32, positions: Int32, seq_rows: Int32,
+        groups: Mapping[str, Group], rows: Int32,
+        draws: Sequence[tuple[Sampler, float] | None], sources: Int32 | None,
+    ) -> list[NDArray[Any]]:  # fmt: skip
+        n = key.rows
+        keys, floors = np.zeros(n, np.int64), np.zeros(n, np.float64)
+        heat, wanted = np.zeros(n, np.float32), np.zeros(n, np.int32)
+        wanted[: len(rows)] = rows
+        if not key.greedy:
+            keys[: len(draws)] = race_keys(np.array([0.0 if d is None else d[1] for d in draws]))
+            for i, draw in enumerate(draws):
+                if draw is not None:
+                    wish = sampler_of(draw[0]).wish
+                    heat[i], floors[i] = wish.temperature, wish.min_p
+        ids, from_last = np.zeros((2, key.tokens), np.int32)
+        ids[: len(tokens)] = tokens
+        from_last[: len(tokens)] = -1 if sources is None else sources
+        from_last[len(tokens) :] = -1
+        columns: list[NDArray[Any]] = [keys, floors, heat, wanted, ids, from_last]
+        for name, shape in key.groups:
+            columns += page_columns(groups[name].view, positions, seq_rows, shape)
+        return columns
+
+    def _replay(self, step: Captured, groups: Mapping[str, Group]) -> None:
+        step.seen += 1
+        if step.graph is not None:
+            step.graph.replay()
+            return
+        if step.seen == 1 or self._machine.interpreted:
+            self._body(step, groups)
+            return
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            self._body(step, groups)
+        self._pool = self._pool or graph.pool()
+        step.graph = graph
+        graph.replay()
+
+    def _body(self, step: Captured, groups: Mapping[str, Group]) -> None:
+        """What a graph holds."""
+        model, ops = self._model, self._ops
+        keys, floors, heat, wanted, ids, sources, *rest = step.columns()
+        tokens = torch.where(sources >= 0, self._last[sources.clamp(min=0)], ids)
+        made, at = {}, 0
+        for name, shape in step.key.groups:
+            count = len(shape.sizes)
+            pages = Paged(groups[name].bases[0], shape, rest[at : at + count])
+            made[name] = GroupPages(pages, groups[name].offsets)
+            positions = OnDevice(pages.positions)
+            at += count
+        batch = Batch(cast(Any, OnDevice(tokens)), cast(Any, positions), made)
+        x = model.embed(batch)
+        model.run(x, batch, 0, model.n_layers)
+        step.logits = model.logits(ops.take_rows(x, OnDevice(wanted)))
+        heats = None if step.key.greedy else heat.view(torch.float32)
+        values = values_of(step.logits)
+        step.ids = drawing(
+            self._machine, values, keys.view(torch.int64), heats, floors.view(torch.float64)
+        )
+        self._last[: step.key.rows].copy_(step.ids)
+
+
+def rounded(n: int) -> int:
+    """The next number of tokens that steps are captured for."""
+    return next(size for size in _STEPS if size >= n)
