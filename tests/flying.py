@@ -1,0 +1,78 @@
+"""The host as a device that runs whole steps by itself, so that their tokens are read late.
+
+What a GPU does with graphs, without one: the engine launches the next step before it reads the
+tokens of the last, and logits are gone as soon as the next step runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.devices.device import Draws, Int32
+from quire.devices.host import HostDevice
+from quire.ops import Array, Drawn
+from quire.ops.batch import Batch
+
+
+class Late:
+    """Tokens that were chosen, and how often they were read."""
+
+    def __init__(self, ids: Int32) -> None:
+        self._ids = ids
+
+    def read(self) -> Int32:
+        """They are there."""
+        return self._ids
+
+
+class HostSteps:
+    """Whole steps on the host."""
+
+    def __init__(self, device: HostDevice, model: Any) -> None:
+        self._device, self._model, self._ops = device, model, device.ops
+        self._last: Int32 = np.empty(0, np.int32)
+        self._logits: Array | None = None
+        self.followed = 0
+        """Steps that took tokens of the one before."""
+
+    def run(
+        self, tokens: Int32, positions: Int32, seq_rows: Int32, views: Mapping[str, Any],
+        rows: Int32, draws: Draws, sources: Int32 | None,
+    ) -> tuple[Array, Drawn] | None:  # fmt: skip
+        """One step; what the last one left is overwritten."""
+        if self._logits is not None:
+            self._ops.numpy(self._logits)[:] = np.nan
+        if sources is not None:
+            self.followed += 1
+            tokens = np.where(sources >= 0, self._last[sources], tokens).astype(np.int32)
+        groups = {
+            name: self._device.group(name, view, positions, seq_rows)
+            for name, view in views.items()
+        }
+        batch = Batch(tokens, positions, groups)
+        x = self._model.embed(batch)
+        self._model.run(x, batch, 0, self._model.n_layers)
+        self._logits = logits = self._model.logits(self._ops.take_rows(x, rows))
+        self._last = np.full(len(rows), -1, np.int32)
+        for row, draw in enumerate(draws):
+            if draw is not None:
+                at, uniform = np.array([row], np.int32), np.array([draw[1]])
+                self._last[row] = self._ops.sample(logits, at, [draw[0]], uniform)[0]
+        return logits, Late(self._last)
+
+
+@pytest.fixture
+def flying(monkeypatch: pytest.MonkeyPatch) -> list[HostSteps]:
+    """Every model that is loaded on the host runs whole steps by itself; the list has them."""
+    made: list[HostSteps] = []
+
+    def steps(self: HostDevice, model: Any) -> HostSteps:
+        made.append(HostSteps(self, model))
+        return made[-1]
+
+    monkeypatch.setattr(HostDevice, "steps", steps)
+    return made
