@@ -1,60 +1,93 @@
-"""How fast models of real sizes run on a GPU, with random weights: kernels alone, and eagerly.
+"""How fast models of real sizes run on a GPU through the public API, with random weights.
 
-    python bench/cuda.py [4B-BF16 4B-Q4_K …]
+    python bench/cuda.py [4B-BF16 4B-Q8_0 4B-Q4_K_M 0.6B-BF16 …]
 
-`graph` is a captured step from hidden states to the likeliest token: what the kernels take.
-`eager` is the same launched from Python. Neither has the engine in it. Ends with one line of JSON.
+Each case is tokens per second of `llm.generate`, Python included. `kernels` is the same step as
+the GPU alone takes it (its captured graph, replayed), and `unhidden` what a step takes longer:
+Python that the GPU does not hide. Weights are made up in memory; all else is what users run.
+Ends with one line of JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+import quire
+from quire import config
+from quire.api import llm as api
 from quire.devices.budget import Budget
-from quire.devices.cuda import CudaDevice
-from quire.engine.runner import Runner
-from quire.memory.batch import SeqTokens
-from quire.memory.build import build_memory
-from quire.models.loader import Kit, Rows
-from quire.models.qwen3 import build
-from quire.ops import Array, Matrix, Ops
 from quire.weights.file import WeightFile
 from quire.weights.quant import GGMLType
 
-SIZES = {
-    "4B": (36, 2560, 32, 8, 9728),
-    "0.6B": (28, 1024, 16, 8, 3072),
-}
+SIZES = {"4B": (36, 2560, 32, 8, 9728), "0.6B": (28, 1024, 16, 8, 3072)}
 """Layers, width, heads, KV heads, width of the network; heads have 128 dimensions."""
 VOCAB = 151_936
+BUDGET = 100 << 30
 
 
-class Described(WeightFile):
-    """A Qwen3 that is only described."""
+class Facts(NamedTuple):
+    """What is known of a made-up tensor."""
 
-    def __init__(self, size: str) -> None:
+    type: GGMLType
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in a file."""
+        return self.type.nbytes(self.shape)
+
+
+class MadeUp(WeightFile):
+    """A Qwen3 whose tensors are a block of random weights, again and again."""
+
+    def __init__(self, size: str, mix: str) -> None:
         layers, width, heads, kv_heads, ffn = SIZES[size]
-        self.path, self.tensors = Path(size), {}
+        self.path, self.asked = Path(f"{size}-{mix}.gguf"), set()
         self.metadata = {
-            "qwen3.block_count": layers, "qwen3.embedding_length": width,
-            "qwen3.vocab_size": VOCAB, "qwen3.context_length": 40_960,
-            "qwen3.attention.layer_norm_rms_epsilon": 1e-6, "qwen3.attention.head_count": heads,
-            "qwen3.attention.head_count_kv": kv_heads, "qwen3.attention.key_length": 128,
-            "qwen3.attention.value_length": 128, "qwen3.feed_forward_length": ffn,
-            "qwen3.rope.freq_base": 1e6,
+            "general.architecture": "qwen3", "qwen3.block_count": layers,
+            "qwen3.embedding_length": width, "qwen3.vocab_size": VOCAB,
+            "qwen3.context_length": 40_960, "qwen3.attention.layer_norm_rms_epsilon": 1e-6,
+            "qwen3.attention.head_count": heads, "qwen3.attention.head_count_kv": kv_heads,
+            "qwen3.attention.key_length": 128, "qwen3.attention.value_length": 128,
+            "qwen3.feed_forward_length": ffn, "qwen3.rope.freq_base": 1e6,
+            "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen2",
+            "tokenizer.ggml.tokens": [f"t{i}" for i in range(VOCAB)],
+            "tokenizer.ggml.token_type": [1] * VOCAB, "tokenizer.ggml.merges": [],
+            "tokenizer.ggml.eos_token_id": 0,
         }  # fmt: skip
+        q, kv = heads * 128, kv_heads * 128
+        shapes = {"attn_q": (q, width), "attn_k": (kv, width), "attn_v": (kv, width),
+                  "attn_output": (width, q), "ffn_gate": (ffn, width), "ffn_up": (ffn, width),
+                  "ffn_down": (width, ffn)}  # fmt: skip
+        norms = {"attn_norm": width, "ffn_norm": width, "attn_q_norm": 128, "attn_k_norm": 128}
+        self.tensors = {"output_norm.weight": Facts(GGMLType.F32, (width,))}
+        self.tensors["token_embd.weight"] = Facts(_type(mix, "token_embd", 0, 1), (VOCAB, width))
+        for i in range(layers):
+            for name, shape in shapes.items():
+                facts = Facts(_type(mix, name, i, layers), shape)
+                self.tensors[f"blk.{i}.{name}.weight"] = facts
+            for name, count in norms.items():
+                self.tensors[f"blk.{i}.{name}.weight"] = Facts(GGMLType.F32, (count,))
+        self._blocks: dict[GGMLType, NDArray[np.uint8]] = {}
 
     def data(self, name: str) -> NDArray[np.uint8]:
-        raise NotImplementedError
+        """Random bytes that make sense as weights."""
+        type, shape = self.tensors[name]
+        if type is GGMLType.F32:
+            return np.ones(shape, np.float32).view(np.uint8).ravel()
+        if type not in self._blocks:
+            self._blocks[type] = _block(type)
+        return np.resize(self._blocks[type], type.nbytes(shape))
 
     def release(self, name: str) -> None:
         """Nothing to do."""
@@ -63,144 +96,125 @@ class Described(WeightFile):
         """Nothing to do."""
 
 
-class RandomLoader:
-    """Makes weights up: a block of random ones, again and again."""
-
-    def __init__(self, ops: Ops, kind: GGMLType) -> None:
-        self._ops, self._kind = ops, kind
-        rng = np.random.default_rng(0)
-        if kind is GGMLType.BF16:
-            values = (rng.standard_normal(1 << 20) * 0.02).astype(np.float32)
-            self._block = (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
-            return
-        blocks = rng.integers(0, 256, (1 << 14, kind.type_size)).astype(np.uint8)
-        for at in (0, 2) if kind is GGMLType.Q4_K else (0,):
-            scale = rng.uniform(1e-5, 1e-4, (len(blocks), 1)).astype(np.float16)
-            blocks[:, at : at + 2] = scale.view(np.uint8)
-        self._block = blocks.ravel()
-
-    def has(self, name: str) -> bool:
-        """The output is the embedding again."""
-        return False
-
-    def matrix(self, cols: int, *parts: Rows, exact: bool = False) -> Matrix:
-        """Random rows."""
-        return self._ops.pack([
-            (int(self._kind), rows, cols, np.resize(self._block, self._kind.nbytes((rows, cols))))
-            for _, rows, *_ in parts
-        ])  # fmt: skip
-
-    def vector(self, *parts: Rows) -> Array:
-        """Norms of ones."""
-        return self._ops.vector(np.ones(sum(rows for _, rows, *_ in parts), np.float32))
+def _type(mix: str, name: str, layer: int, layers: int) -> GGMLType:
+    """The type of a tensor; of Q4_K_M as llama.cpp's tools choose it."""
+    if mix != "Q4_K_M":
+        return GGMLType[mix]
+    eighth = layers // 8
+    more = layer < eighth or layer >= 7 * eighth or (layer - eighth) % 3 == 2
+    fine = name == "token_embd" or (name in ("attn_v", "ffn_down") and more)
+    return GGMLType.Q6_K if fine else GGMLType.Q4_K
 
 
-def timed(run: Callable[[], object], repeats: int = 7) -> float:
-    """The median of some timings in seconds, by events around ten runs each."""
+def _block(type: GGMLType) -> NDArray[np.uint8]:
+    rng = np.random.default_rng(0)
+    if type is GGMLType.BF16:
+        values = (rng.standard_normal(1 << 20) * 0.02).astype(np.float32)
+        return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+    blocks = rng.integers(0, 256, (1 << 14, type.type_size)).astype(np.uint8)
+    at = {GGMLType.Q4_K: (0, 2), GGMLType.Q6_K: (208,)}.get(type, (0,))
+    for start in at:
+        scale = rng.uniform(1e-5, 1e-4, (len(blocks), 1)).astype(np.float16)
+        blocks[:, start : start + 2] = scale.view(np.uint8)
+    return blocks.ravel()
+
+
+def load(size: str, mix: str, **settings: Any) -> quire.LLM:
+    """A made-up model, loaded as any other."""
+    chosen = config.LoadConfig(device="cuda", memory_budget=BUDGET, n_ctx=16_384, **settings)
+    with mock.patch.object(api, "open_weights", lambda _: MadeUp(size, mix)):
+        return quire.LLM(Path(f"{size}-{mix}.gguf"), chosen, Budget(BUDGET))
+
+
+def timed(run: Callable[[], object]) -> float:
+    """Seconds of one run."""
+    start = time.perf_counter()
     run()
-    found = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(10):
-            run()
-        end.record()
-        torch.cuda.synchronize()
-        found.append(start.elapsed_time(end) / 1e4)
-    return sorted(found)[repeats // 2]
+    return time.perf_counter() - start
 
 
-def captured(run: Callable[[], object]) -> Callable[[], None]:
-    """The same as a graph."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        run()
+FEW, MANY = 32, 160
+
+
+def decode(llm: quire.LLM, n: int, context: int, rounds: int = 3) -> dict[str, Any]:
+    """Tokens per second of n sequences around a context, and of the GPU alone."""
+    rng = np.random.default_rng(n)
+    prompts = rng.integers(1, VOCAB, (n, context - (FEW + MANY) // 2)).tolist()
+
+    def run(count: int) -> None:
+        llm.generate(prompts, max_tokens=count, ignore_eos=True)
+
+    run(MANY)  # compiles, captures, and leaves the prompts in the cache
+    run(MANY)
+    seconds = sorted((timed(lambda: run(MANY)) - timed(lambda: run(FEW))) for _ in range(rounds))
+    step = seconds[rounds // 2] / (MANY - FEW)
+    alone = replayed(llm)
+    return {
+        "sequences": n, "context": context, "tokens/s": round(n / step),
+        "kernels tokens/s": round(n / alone), "unhidden us": round(1e6 * (step - alone), 1),
+    }  # fmt: skip
+
+
+def replayed(llm: quire.LLM, repeats: int = 20) -> float:
+    """Seconds of the step that ran last, by the GPU's own clock."""
+    steps: Any = llm.engine.runner.steps
+    graph = next(s.graph for s in reversed(steps._steps._known.values()) if s.graph)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
+    start.record()
+    for _ in range(repeats):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3 / repeats
 
 
-def measure(
-    size: str, kind: GGMLType, cases: list[tuple[int, int, int]]
-) -> list[Mapping[str, Any]]:
-    """Cases are sequences, new tokens of each, and the context before them."""
-    device = CudaDevice(Budget(64 << 30))
-    ops: Any = device.ops
-    model = build(Described(size), Kit(ops, RandomLoader(ops, kind), "f16", "f16"))
-    settings = SimpleNamespace(
-        page_tokens=16, type_k="f16", type_v="f16", kv_cache_tokens=None,
-        kv_cache_demand_paged=True, swa_full=False,
-    )  # fmt: skip
-    name = {"model": size, "type": kind.name}
-    return [name | _case(model, device, settings, *case) for case in cases]
+def prompt(llm: quire.LLM, tokens: int = 512, rounds: int = 9) -> dict[str, Any]:
+    """Tokens per second of prompts that nobody has seen, one after the other."""
+    rng = np.random.default_rng(7)
+
+    def run() -> float:
+        ids = rng.integers(1, VOCAB, tokens).tolist()
+        return timed(lambda: llm.generate(ids, max_tokens=1))
+
+    found = sorted(run() for _ in range(rounds + 3))
+    seconds = found[rounds // 2]
+    return {"prompt": tokens, "tokens/s": round(tokens / seconds), "ms": round(1e3 * seconds, 2)}
 
 
-def _case(
-    model: Any, device: CudaDevice, settings: Any, n_seqs: int, new: int, context: int
-) -> dict[str, Any]:
-    """One case, eagerly and as a graph."""
-    memory = build_memory(model.groups, device, settings, model.kernels)
-    runner = Runner(model, device)
-    for seq in range(n_seqs if context else 0):
-        with memory.reserve([SeqTokens(seq, np.arange(context, dtype=np.int32))]) as lease:
-            runner.run(lease.ubatch)
-            lease.commit({seq: context})
-    tokens = np.arange(new, dtype=np.int32) + 7
-    with memory.reserve([SeqTokens(seq, tokens) for seq in range(n_seqs)]) as lease:
-        step = _step(model, device.ops, runner._batch(lease.ubatch), n_seqs, new)
-        seconds = {"eager": timed(step, 3), "graph": timed(captured(step))}
-    memory.close()
-    row: dict[str, Any] = {"sequences": n_seqs, "tokens": new, "context": context}
-    row |= {f"{how} ms": round(1e3 * s, 3) for how, s in seconds.items()}
-    row |= {f"{how} tokens/s": round(n_seqs * new / s) for how, s in seconds.items()}
-    print(row, flush=True)
-    return row
+Case = tuple[str, int, int]
+CASES: dict[str, list[Case]] = {
+    "4B-BF16": [("decode", 1, 256), ("decode", 16, 256), ("decode", 64, 256),
+                ("decode", 64, 1024), ("prompt", 1, 512)],
+    "4B-Q8_0": [("decode", 1, 256)],
+    "4B-Q4_K_M": [("decode", 1, 256), ("decode", 16, 256), ("decode", 64, 256),
+                  ("prompt", 1, 512)],
+    "0.6B-BF16": [("decode", 1, 256), ("decode", 64, 256)],
+}  # fmt: skip
+"""What is measured of each model."""
 
 
-def _step(model: Any, ops: Any, batch: Any, n_seqs: int, new: int) -> Callable[[], torch.Tensor]:
-    """From hidden states to the likeliest tokens; what it needs from the host is there before."""
-    start = model.embed(batch).values
-    last = torch.arange(n_seqs, device=start.device) * new + new - 1
-    tables: dict[int, Array] = {}
-
-    def kept(rope: Any, positions: Any) -> Array:
-        if id(rope) not in tables:
-            tables[id(rope)] = type(ops).rope_table(ops, rope, positions)
-        return tables[id(rope)]
-
-    def step() -> torch.Tensor:
-        ops.rope_table = kept
-        x = ops.new(start.clone())
-        model.run(x, batch, 0, model.n_layers)
-        logits = model.logits(ops.new(x.values[last]))
-        del ops.rope_table
-        best: torch.Tensor = logits.values.argmax(1)
-        return best
-
-    return step
-
-
-DECODE = [(1, 1, 256), (16, 1, 256), (64, 1, 256)]
-PROMPT = [(1, 512, 0)]
-CASES = {
-    "4B-BF16": [*DECODE, *PROMPT, (64, 1, 1024)],
-    "4B-Q4_K": [*DECODE, *PROMPT],
-    "4B-Q8_0": [DECODE[0], *PROMPT],
-    "0.6B-BF16": [DECODE[0], DECODE[2], *PROMPT],
-}
-"""What is measured of each model: sequences, new tokens of each, context before them."""
+def measure(name: str, only: str) -> list[dict[str, Any]]:
+    """The rows of one model."""
+    rows = []
+    start = time.perf_counter()
+    with load(*name.split("-", 1)) as llm:
+        print(f"{name}: loaded in {time.perf_counter() - start:.1f} s", flush=True)
+        for kind, n, tokens in CASES[name]:
+            if only in kind:
+                found = decode(llm, n, tokens) if kind == "decode" else prompt(llm, tokens)
+                rows.append({"model": name, **found})
+                print(rows[-1], flush=True)
+    return rows
 
 
 def main() -> None:
     """Measures the models that are named, or all."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("models", nargs="*", choices=[*CASES, []], default=list(CASES))
-    rows: list[Mapping[str, Any]] = []
-    for name in parser.parse_args().models:
-        size, kind = name.split("-")
-        rows += measure(size, GGMLType[kind], CASES[name])
+    parser.add_argument("models", nargs="*", default=list(CASES))
+    parser.add_argument("--only", default="", choices=["", "decode", "prompt"])
+    chosen = parser.parse_args()
+    rows = [row for name in chosen.models for row in measure(name, chosen.only)]
     print(json.dumps({"gpu": torch.cuda.get_device_name(), "rows": rows}))
 
 
