@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -28,6 +29,7 @@ from quire.api import llm as api
 from quire.devices.budget import Budget
 from quire.weights.file import WeightFile
 from quire.weights.quant import GGMLType
+from quire.weights.strings import StringArray
 
 SIZES = {"4B": (36, 2560, 32, 8, 9728), "0.6B": (28, 1024, 16, 8, 3072)}
 """Layers, width, heads, KV heads, width of the network; heads have 128 dimensions."""
@@ -61,8 +63,9 @@ class MadeUp(WeightFile):
             "qwen3.attention.key_length": 128, "qwen3.attention.value_length": 128,
             "qwen3.feed_forward_length": ffn, "qwen3.rope.freq_base": 1e6,
             "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen2",
-            "tokenizer.ggml.tokens": [f"t{i}" for i in range(VOCAB)],
-            "tokenizer.ggml.token_type": [1] * VOCAB, "tokenizer.ggml.merges": [],
+            "tokenizer.ggml.tokens": _strings([f"t{i}" for i in range(VOCAB)]),
+            "tokenizer.ggml.token_type": np.ones(VOCAB, np.int32),
+            "tokenizer.ggml.merges": _strings([]),
             "tokenizer.ggml.eos_token_id": 0,
         }  # fmt: skip
         q, kv = heads * 128, kv_heads * 128
@@ -89,11 +92,19 @@ class MadeUp(WeightFile):
             self._blocks[type] = _block(type)
         return np.resize(self._blocks[type], type.nbytes(shape))
 
-    def release(self, name: str) -> None:
-        """Nothing to do."""
+    def samples(self, name: str) -> Iterator[bytes]:
+        """Nobody saves what such a model remembers."""
+        yield name.encode()
 
     def close(self) -> None:
         """Nothing to do."""
+
+
+def _strings(texts: list[str]) -> StringArray:
+    """Texts as a file holds them."""
+    parts = [struct.pack("<Q", len(text)) + text.encode() for text in texts]
+    starts = np.cumsum([0] + [len(part) for part in parts], dtype=np.int64)[:-1]
+    return StringArray(np.frombuffer(b"".join(parts), np.uint8), starts)
 
 
 def _type(mix: str, name: str, layer: int, layers: int) -> GGMLType:
