@@ -32,6 +32,8 @@ class Late:
 class HostSteps:
     """Whole steps on the host."""
 
+    seconds_per_token = 0.0
+
     def __init__(self, device: HostDevice, model: Any) -> None:
         self._device, self._model, self._ops = device, model, device.ops
         self._last: Int32 = np.empty(0, np.int32)

@@ -181,6 +181,10 @@ class CudaSteps:
         self._device, self._group = device, steps.Group
         self._steps = steps.Steps(model, device.ops)
 
+    @property
+    def seconds_per_token(self) -> float:
+        return float(self._steps.clock.seconds_per_token)
+
     def run(
         self, tokens: Int32, positions: Int32, seq_rows: Int32, views: Mapping[str, Any],
         rows: Int32, draws: Draws, sources: Int32 | None,

@@ -148,6 +148,10 @@ Draws = Sequence[tuple[Sampler, float] | None]
 class Steps(Protocol):
     """Whole steps of a model on a device that computes behind its host's back."""
 
+    @property
+    def seconds_per_token(self) -> float:
+        """Of prompts so far; 0 before there was one."""
+
     def run(
         self, tokens: Int32, positions: Int32, seq_rows: Int32, views: Mapping[str, Any],
         rows: Int32, draws: Draws, sources: Int32 | None,

@@ -45,10 +45,16 @@ class Runner:
         self.model = model
         self.device = device
         self.ops: Ops = device.ops
-        self.seconds_per_token = 0.0  # of a prompt; 0 before one was computed
+        self._seconds_per_token = 0.0
         self.tokens_run = 0  # through the layers, so far
         self.drafted: DraftedInStep | None = None  # how drafts within the last such step went
         self.steps = device.steps(model)  # where the device runs whole steps by itself
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Of a prompt; 0 before one was computed."""
+        measured = self.steps.seconds_per_token if self.steps else 0.0
+        return measured or self._seconds_per_token
 
     def launch(self, plan: Plan, lease: Lease, sources: Int32 | None = None) -> Forward:
         """Logits of the rows that the plan wants, and what follows them where that is chosen.
@@ -83,7 +89,7 @@ class Runner:
         n_tokens = len(lease.ubatch.tokens)
         if n_tokens >= _PROMPT:
             now = (perf_counter() - start) / n_tokens
-            self.seconds_per_token = (self.seconds_per_token or now) * 0.7 + now * 0.3
+            self._seconds_per_token = (self._seconds_per_token or now) * 0.7 + now * 0.3
         return logits
 
     def forward_rows(self, lease: Lease, rows: Any) -> Array:

@@ -30,6 +30,8 @@ from quire.ops.cuda.paged import (
 )
 from quire.ops.cuda.products import MULTIPLY
 
+_AHEAD = 4
+"""Up to so many tokens a kernel is launched before the one that it waits for has ended."""
 _FULL = 264
 """Programs that fill a large GPU twice; with fewer, spans run in parallel."""
 
@@ -107,12 +109,14 @@ class Attention(Arrays):
         parts = self.machine.empty(shape.spans, n_queries, h.head_dim_v)
         tops, masses = self.machine.empty(2, shape.spans, n_queries)
         tile = _tile(call.layer, shape.page_tokens, 1, self.machine)
+        ahead = shape.seqs <= _AHEAD and self.machine.launches_ahead
         kernels.decode[(shape.seqs, h.n_kv_heads, shape.spans)](
             call.qkv, call.out, parts, tops, masses, self._arrivals(shape.seqs * h.n_kv_heads),
             pages.base, pages.tables, pages.first, pages.length, pages.slots, pages.positions,
             call.q_norm, call.k_norm, call.turns, shape.seqs, shape.pages, shape.page_bytes,
             *call.offsets, call.qkv.shape[1], call.layer.eps, h.scale, h.softcap, h.window,
             **call.constants, **tile, CAPPED=h.softcap > 0, STORE=call.store, SPAN=SPAN,
+            AHEAD=ahead, **({"launch_pdl": True} if ahead else {}),
         )  # fmt: skip
 
     def _arrivals(self, n: int) -> torch.Tensor:

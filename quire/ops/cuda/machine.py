@@ -142,6 +142,11 @@ class Machine:
         return torch.float32 if self.interpreted and dtype is torch.bfloat16 else dtype
 
     @property
+    def launches_ahead(self) -> bool:
+        """Whether kernels may be launched before those that they wait for end (from Hopper on)."""
+        return not self.interpreted and torch.cuda.get_device_capability(self.device) >= (9, 0)
+
+    @property
     def reserved(self) -> int:
         """Bytes that torch holds of the GPU, used or kept for later."""
         return 0 if self.interpreted else int(torch.cuda.memory_reserved(self.device))

@@ -31,6 +31,7 @@ from quire.ops.cuda.sampling import drawing, race_keys, sampler_of
 MOST_TOKENS = 512
 """Longer steps are not captured: there launches cost little beside the work."""
 _GRAPHS = 64  # graphs that are kept
+_PROMPT = 32  # tokens of a step that tell how fast prompts are
 _STEPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 
@@ -77,6 +78,30 @@ class Drawn:
             self._event.synchronize()
         found: Int32 = self._ids.numpy()[: self._n].copy()
         return found
+
+
+class Clock:
+    """How long prompts take by the GPU's own clock; nobody waits for it."""
+
+    def __init__(self) -> None:
+        self.seconds_per_token = 0.0
+        self._under_way: tuple[torch.cuda.Event, torch.cuda.Event, int] | None = None
+
+    def start(self, n_tokens: int) -> torch.cuda.Event | None:
+        """Before a step; what tells when it ends, where it is to be measured."""
+        if self._under_way is not None:
+            begin, end, n = self._under_way
+            if not end.query():
+                return None
+            now = begin.elapsed_time(end) / 1e3 / n
+            self.seconds_per_token = (self.seconds_per_token or now) * 0.7 + now * 0.3
+            self._under_way = None
+        if n_tokens < _PROMPT:
+            return None
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        self._under_way = begin, end, n_tokens
+        return end
 
 
 class Stage:
@@ -160,6 +185,7 @@ class Steps:
         self._known: OrderedDict[Key, Captured] = OrderedDict()
         self._last = torch.zeros(MOST_TOKENS, dtype=torch.int32, device=self._machine.device)
         self._pool: Any = None
+        self.clock = Clock()
 
     def run(
         self, tokens: Int32, positions: Int32, seq_rows: Int32, groups: Mapping[str, Group],
@@ -182,7 +208,10 @@ class Steps:
         self._known.move_to_end(key)
         columns = self._columns(key, tokens, positions, seq_rows, groups, rows, draws, sources)
         self._stage.put(columns, step.block)
+        end = None if self._machine.interpreted else self.clock.start(len(tokens))
         self._replay(step, groups)
+        if end is not None:
+            end.record()
         assert step.logits is not None and step.ids is not None
         return step.logits, Drawn(step.ids, len(rows), self._stage)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.ops.cuda.kernels.heads import head_start, load_rows, pages_at, store_token, turned
 
@@ -158,7 +159,7 @@ def decode(
     KIND_K: tl.constexpr, KIND_V: tl.constexpr, SIZE_K: tl.constexpr, SIZE_V: tl.constexpr,
     ROW_K: tl.constexpr, ROW_V: tl.constexpr, N_ROT: tl.constexpr, NEOX: tl.constexpr,
     Q_NORM: tl.constexpr, K_NORM: tl.constexpr, MULTIPLY: tl.constexpr, CAPPED: tl.constexpr,
-    STORE: tl.constexpr,
+    STORE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """One token of each sequence, from q, k and v to the output: one span of slots of a KV head.
 
@@ -180,6 +181,9 @@ def decode(
     group: tl.constexpr = HEADS // KV_HEADS
     row = qkv + seq * stride
     rope += seq * N_ROT
+    if AHEAD:  # it was launched before what it reads was written (programmatic dependent launch)
+        gdc_wait()
+        gdc_launch_dependents()
     if STORE and mine == span_to - 1:
         store_token(
             row, base, where, head, k_norm, rope, page_bytes, k_offset, v_offset, eps, HEADS,
