@@ -103,12 +103,18 @@ def test_parts_of_several_types_with_bias_and_sum() -> None:
 @pytest.mark.parametrize("act", [SILU_MUL, GELU_MUL])
 @pytest.mark.parametrize("kind", [GGMLType.F32, GGMLType.F16])
 def test_activations_even_where_they_are_huge(act: int, kind: GGMLType) -> None:
-    """silu(gate) · up beyond 65,504: no float16 of it may become infinite."""
-    parts = [part(kind, 33, 96)]
-    x = normal(4, 192) * np.array([[1], [50], [1000], [1e-4]], np.float32)
+    """act(gate) · up beyond 65,504: no float16 of it may become infinite."""
+    gate_up, down = [part(kind, 192, 64)], [part(kind, 33, 96)]
+    x = normal(4, 64) * np.array([[1], [50], [1000], [1e-4]], np.float32)
     got, want = (
-        o.numpy(o.linear(o.array(x), o.pack(parts), act=act)) for o in (cuda(), reference())
-    )
+        o.numpy(
+            o.network(
+                o.array(x), o.pack(gate_up), o.pack(down), o.vector(np.full(64, 50, np.float32)),
+                1.0, act,
+            )
+        )
+        for o in (cuda(), reference())
+    )  # fmt: skip
     for mine, theirs in zip(got, want, strict=True):
         close(mine, theirs, 2e-3 if kind is GGMLType.F16 else 1e-5)
 

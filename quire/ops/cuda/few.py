@@ -1,0 +1,125 @@
+"""Who launches the CUDA C++ kernels of products: activations, and products of up to four tokens."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from quire.ops.cuda.formats import TILE, UNIT
+from quire.ops.cuda.machine import Machine
+from quire.ops.cuda.matrices import Segment
+from quire.ops.cuda.nvrtc import Kernel, Native, native
+
+FEW = 4
+"""Tokens that the kernel for few takes: with what rounding has lost, the eight columns of `mma`."""
+_THREADS = 256
+_WARPS = 8
+STAGES: dict[int, tuple[tuple[int, int], ...]] = {
+    0: ((5, 2), (3, 2)), 4: ((12, 3), (8, 3), (4, 2)), 8: ((8, 3), (6, 3), (3, 2)),
+}  # fmt: skip
+"""By bits of a weight: units that a warp has in flight, and blocks on a multiprocessor."""
+_P, _L, _I, _F = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int, ctypes.c_float
+
+
+class _Prepare(ctypes.Structure):
+    """PrepareArgs of rows.cu."""
+
+    _fields_ = (
+        ("x", _P), ("norm", _P), ("out", _P), ("undo", _P), ("x_stride", _L),
+        ("n", _I), ("cols", _I), ("act", _I), ("fine", _I), ("eps", _F),
+    )  # fmt: skip
+
+
+class _Few(ctypes.Structure):
+    """FewArgs of few.cu."""
+
+    _fields_ = (
+        ("x", _P), ("norm", _P), ("w", _P), ("out", _P), ("bias", _P), ("into", _P),
+        ("x_stride", _L), ("out_stride", _L), ("n", _I), ("cols", _I), ("rows", _I), ("tiles", _I),
+        ("act", _I), ("fine", _I), ("eps", _F),
+    )  # fmt: skip
+
+
+def at(x: torch.Tensor | None) -> int | None:
+    """Where a tensor lies, as kernels take it."""
+    return None if x is None else int(x.data_ptr())
+
+
+def prepare(
+    machine: Machine, x: torch.Tensor, norm: torch.Tensor | None, eps: float, act: int, fine: bool,
+    values: torch.Tensor, undo: torch.Tensor,
+) -> None:  # fmt: skip
+    """Rows of activations in the type of `values`: see rows.cu."""
+    names = {torch.float16: "half", torch.bfloat16: "bfloat", torch.float32: "float"}
+    on = native(machine.device)
+    kernel = on.kernel(("common", "rows"), f"prepare_{names[values.dtype]}", _THREADS)
+    given = _Prepare(
+        at(x), at(norm), at(values), at(undo), x.stride(0), len(x), values.shape[1], act, fine, eps
+    )
+    kernel.launch(on.stream, (len(x), 1, 1), 0, given)
+
+
+def _fitting(on: Native, w: Segment, name: str, columns: int) -> tuple[Kernel, int, int] | None:
+    """The kernel, its shared memory and blocks per multiprocessor; None where it does not fit."""
+    buffers = 4 if name == "few_gated" else 2
+    fixed = buffers * _WARPS * TILE * columns * 4 + columns * (-(-w.cols // UNIT) * UNIT + 8) * 2
+    unit = w.format.unit_bytes if w.format.bits else TILE * UNIT * 2
+    best = None
+    for stages, blocks in STAGES[w.format.bits]:
+        kernel = on.kernel(
+            ("common", "few"), name, _THREADS, WEIGHTS=w.format.native, STAGES=stages, BLOCKS=blocks
+        )
+        shared = _WARPS * stages * unit + fixed
+        found = kernel.resident(shared)
+        if found and (best is None or found > best[2]):
+            best = kernel, shared, found
+        if found >= blocks:
+            break
+    return best
+
+
+def product(
+    machine: Machine, x: torch.Tensor, w: Segment, norm: torch.Tensor | None, eps: float,
+    out: torch.Tensor, bias: torch.Tensor | None = None, into: bool = False, fine: bool = False,
+    act: int = 0,
+) -> bool:  # fmt: skip
+    """One segment's columns of the output for few tokens; False where this is not for them.
+
+    With `act` the segment is gate and up, and the output act(gate) · up.
+    """
+    f, n = w.format, len(x)
+    if machine.interpreted or n > FEW or w.first:
+        return False
+    if not f.bits and (f.dtype is torch.float32 or w.cols % UNIT):
+        return False
+    rows = w.rows // 2 if act else w.rows
+    if act and rows % TILE:
+        return False
+    on = native(machine.device)
+    name = "few_gated" if act else "few" if norm is None else "few_normed"
+    found = _fitting(on, w, name, n * (1 + fine))
+    if found is None:
+        return False
+    kernel, shared, resident = found
+    tiles = -(-rows // TILE)
+    given = _Few(
+        at(x), at(norm), at(w.q), at(out), at(bias), at(out) if into else None, x.stride(0),
+        out.stride(0), n, w.cols, w.rows, tiles, act, fine, eps,
+    )  # fmt: skip
+    kernel.launch(on.stream, (min(tiles, on.processors * resident), 1, 1), shared, given)
+    return True
+
+
+class _Expand(ctypes.Structure):
+    """ExpandArgs of expand.cu."""
+
+    _fields_ = (("w", _P), ("out", _P), ("rows", _I), ("cols", _I))
+
+
+def expand(machine: Machine, w: Segment, out: torch.Tensor) -> None:
+    """Quantised weights as the very float16 that products make of them, row-major."""
+    on = native(machine.device)
+    kernel = on.kernel(("common", "expand"), "expand", _THREADS, WEIGHTS=w.format.native)
+    grid = -(-w.rows // TILE), -(-w.cols // (UNIT * _WARPS)), 1
+    kernel.launch(on.stream, grid, 0, _Expand(at(w.q), at(out), w.rows, w.cols))

@@ -1,0 +1,131 @@
+"""Products of activations with weights: who launches them, and in which shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.ops.cuda import few
+from quire.ops.cuda.arrays import Arrays, block_of
+from quire.ops.cuda.formats import Format
+from quire.ops.cuda.kernels import product as kernels
+from quire.ops.cuda.kernels import rows as row_kernels
+from quire.ops.cuda.machine import power_of_two
+from quire.ops.cuda.matrices import Segment
+
+SOME = 64
+"""Up to so many tokens the slices of K may run in parallel."""
+_FULL = 200
+"""Programs that keep a large GPU busy: with fewer, slices do run in parallel."""
+MULTIPLY = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Activations as a product takes them."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    """What undoes the scale of each row; of float16 alone."""
+    n: int
+    fine: bool
+    """As many rows again hold what rounding has lost."""
+
+    @property
+    def scaled(self) -> bool:
+        """Whether rows have scales."""
+        return self.values.dtype is torch.float16
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Where a segment's products go, and what is added to them."""
+
+    out: torch.Tensor
+    bias: torch.Tensor | None
+    into: bool
+    """Added to what `out` holds."""
+
+
+def tile_of(w: Segment, tokens: int) -> dict[str, Any]:
+    """The shape of a product's tiles: which one makes no difference to any bit."""
+    size = {"BR": 64, "BT": min(power_of_two(tokens, 16), 64), "BK": 64}
+    how = {"num_warps": 4, "num_stages": 4}
+    if w.format.multiply is torch.float32:
+        size["BK"], how["num_stages"] = 32, 2
+    elif w.format.bits:
+        how["num_stages"] = 2
+    elif tokens > SOME:
+        size, how = {"BR": 128, "BT": 128, "BK": 64}, {"num_warps": 8, "num_stages": 3}
+    even = w.cols % size["BK"] == 0 and w.slice_cols % size["BK"] == 0
+    return size | how | {"EVEN": even}
+
+
+class Multiplying(Arrays):
+    """Activations in 16 bits, and their products with the segments of a matrix."""
+
+    def prepare(
+        self, x: torch.Tensor, cols: int, norm: torch.Tensor | None, eps: float, act: int,
+        kind: torch.dtype, fine: bool = False,
+    ) -> Prepared:  # fmt: skip
+        """Activations in the type that a weight is multiplied in."""
+        n = len(x)
+        fine = fine and kind is not torch.float32
+        if kind is torch.float32 and norm is None and not act:
+            return Prepared(x, x, n, False)
+        values = self.machine.empty(n * (1 + fine), cols, dtype=self.machine.half(kind))
+        scales = self.machine.empty(n)
+        if not self.machine.interpreted:
+            few.prepare(self.machine, x, norm, eps, act, fine, values, scales)
+            return Prepared(values, scales, n, fine)
+        row_kernels.prepare[(n,)](
+            x, x if norm is None else norm, values, scales, n, cols, eps,
+            NORM=norm is not None, ACT=act, SCALED=kind is torch.float16, FINE=fine,
+            BLOCK=block_of(cols),
+        )  # fmt: skip
+        return Prepared(values, scales, n, fine)
+
+    def product(self, x: Prepared, w: Segment, to: Sum) -> None:
+        """One segment's columns of the output."""
+        if w.format.bits and not self.machine.interpreted:
+            w = self._expanded(w)
+        tile = tile_of(w, x.n)
+        programs = triton.cdiv(w.rows, tile["BR"])
+        if x.n <= SOME and programs < _FULL and w.slices > 1:
+            self._in_slices(x, w, to, tile)
+        else:
+            self._launch(x, w, to.out, to, tile, False)
+
+    def _expanded(self, w: Segment) -> Segment:
+        """For many tokens: quantised weights unpacked once, instead of by every tile."""
+        values = self.machine.empty(w.rows, w.cols, dtype=torch.float16)
+        few.expand(self.machine, w, values)
+        return Segment(Format(0, dtype=torch.float16), w.cols, (w.rows,), values)
+
+    def _in_slices(self, x: Prepared, w: Segment, to: Sum, tile: dict[str, Any]) -> None:
+        """Slices in parallel, then their sums one after the other."""
+        parts = self.machine.empty(w.slices, len(x.values), w.rows)
+        self._launch(x, w, parts, to, tile, True)
+        block = 128
+        out, bias = to.out, to.bias
+        kernels.join[(triton.cdiv(w.rows, block), x.n)](
+            parts, out, out if bias is None else bias, out, x.scales, x.n, len(x.values), w.rows,
+            out.stride(0), w.slices, BLOCK=block, FINE=x.fine, INTO=to.into,
+            BIAS=bias is not None, SCALED=x.scaled, num_warps=1,
+        )  # fmt: skip
+
+    def _launch(
+        self, x: Prepared, w: Segment, out: torch.Tensor, to: Sum, tile: dict[str, Any], split: bool
+    ) -> None:
+        f, bias = w.format, to.bias
+        grid = triton.cdiv(w.rows, tile["BR"]), triton.cdiv(x.n, tile["BT"]), 1
+        kernels.product[(*grid[:2], w.slices if split else 1)](
+            x.values, w.q, out, out if bias is None else bias, out, x.scales, x.n, w.rows, w.cols,
+            out.stride(-2), w.slice_cols, BITS=f.bits, GROUP=f.group, MINIMUM=f.minimum,
+            MULTIPLY=MULTIPLY[self.machine.half(f.multiply)], SPLIT=split, FINE=x.fine,
+            SCALED=x.scaled, BIAS=bias is not None, INTO=to.into, **tile,
+        )  # fmt: skip
