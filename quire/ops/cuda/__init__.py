@@ -5,7 +5,7 @@
     arrays.py      products.py experts.py attention.py recurrent.py pages.py sampling.py
                    the groups of the table: they check, then launch
     formats.py     matrices.py    weights, as kernels read them
-    multiply.py    few.py         which kernel a product takes
+    multiply.py    launch.py      which kernel a product takes
     nvrtc.py       CUDA C++, compiled and launched
     kernels/ csrc/ what is launched, in Triton and in CUDA C++
 

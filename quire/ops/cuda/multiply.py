@@ -9,36 +9,18 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.ops.cuda import few
+from quire.ops.cuda import launch
 from quire.ops.cuda.arrays import Arrays, block_of
 from quire.ops.cuda.formats import Format
 from quire.ops.cuda.kernels import product as kernels
 from quire.ops.cuda.kernels import rows as row_kernels
+from quire.ops.cuda.launch import SOME, Prepared
 from quire.ops.cuda.machine import power_of_two
 from quire.ops.cuda.matrices import Segment
 
-SOME = 64
-"""Up to so many tokens the slices of K may run in parallel."""
 _FULL = 200
 """Programs that keep a large GPU busy: with fewer, slices do run in parallel."""
 MULTIPLY = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """Activations as a product takes them."""
-
-    values: torch.Tensor
-    scales: torch.Tensor
-    """What undoes the scale of each row; of float16 alone."""
-    n: int
-    fine: bool
-    """As many rows again hold what rounding has lost."""
-
-    @property
-    def scaled(self) -> bool:
-        """Whether rows have scales."""
-        return self.values.dtype is torch.float16
 
 
 @dataclass(frozen=True)
@@ -80,7 +62,7 @@ class Multiplying(Arrays):
         values = self.machine.empty(n * (1 + fine), cols, dtype=self.machine.half(kind))
         scales = self.machine.empty(n)
         if not self.machine.interpreted:
-            few.prepare(self.machine, x, norm, eps, act, fine, values, scales)
+            launch.prepare(self.machine, x, norm, eps, act, fine, values, scales)
             return Prepared(values, scales, n, fine)
         row_kernels.prepare[(n,)](
             x, x if norm is None else norm, values, scales, n, cols, eps,
@@ -92,6 +74,9 @@ class Multiplying(Arrays):
     def product(self, x: Prepared, w: Segment, to: Sum) -> None:
         """One segment's columns of the output."""
         if w.format.bits and not self.machine.interpreted:
+            if x.n <= SOME:
+                launch.product_some(self.machine, x, w, to.out, to.bias, to.into)
+                return
             w = self._expanded(w)
         tile = tile_of(w, x.n)
         programs = triton.cdiv(w.rows, tile["BR"])
@@ -103,15 +88,17 @@ class Multiplying(Arrays):
     def _expanded(self, w: Segment) -> Segment:
         """For many tokens: quantised weights unpacked once, instead of by every tile."""
         values = self.machine.empty(w.rows, w.cols, dtype=torch.float16)
-        few.expand(self.machine, w, values)
+        launch.expand(self.machine, w, values)
         return Segment(Format(0, dtype=torch.float16), w.cols, (w.rows,), values)
 
     def _in_slices(self, x: Prepared, w: Segment, to: Sum, tile: dict[str, Any]) -> None:
         """Slices in parallel, then their sums one after the other."""
         parts = self.machine.empty(w.slices, len(x.values), w.rows)
         self._launch(x, w, parts, to, tile, True)
-        block = 128
-        out, bias = to.out, to.bias
+        out, bias, block = to.out, to.bias, 128
+        if not self.machine.interpreted:
+            launch.join(self.machine, parts, x, out, bias, to.into)
+            return
         kernels.join[(triton.cdiv(w.rows, block), x.n)](
             parts, out, out if bias is None else bias, out, x.scales, x.n, len(x.values), w.rows,
             out.stride(0), w.slices, BLOCK=block, FINE=x.fine, INTO=to.into,

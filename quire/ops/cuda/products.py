@@ -7,11 +7,13 @@ from collections.abc import Sequence
 import torch
 
 from quire.ops import Array, Int32, Matrix, Part
-from quire.ops.cuda import few, matrices
+from quire.ops.cuda import launch, matrices
 from quire.ops.cuda.arrays import row_of, values_of
+from quire.ops.cuda.formats import TILE
+from quire.ops.cuda.launch import Prepared
 from quire.ops.cuda.machine import need
 from quire.ops.cuda.matrices import CudaMatrix
-from quire.ops.cuda.multiply import MULTIPLY, Multiplying, Prepared, Sum
+from quire.ops.cuda.multiply import MULTIPLY, Multiplying, Sum
 
 __all__ = ["MULTIPLY", "Matrices", "matrix_of"]
 
@@ -68,13 +70,26 @@ class Matrices(Multiplying):
         need(up.rows == 2 * width, f"gate and up have {up.rows} rows, not {2 * width}")
         need(x.shape[1] == up.cols, f"x of shape {x.shape} where {up.cols} columns are needed")
         weight = row_of(norm, up.cols, "norm")
-        if 0 < n <= few.FEW and len(up.segments) == 1:
-            middle = self.machine.empty(n, width)
-            segment = up.segments[0]
-            if few.product(self.machine, values_of(x), segment, weight, eps, middle, act=act):
-                return self._linear(self.new(middle), matrix_of(down), into=into)
+        if n and (middle := self._gated(values_of(x), up, weight, eps, act)) is not None:
+            return self._linear(self.new(middle), matrix_of(down), into=into)
         both = self._linear(x, up, norm, eps)
         return self._linear(both, matrix_of(down), act=act, into=into)
+
+    def _gated(
+        self, x: torch.Tensor, w: CudaMatrix, norm: torch.Tensor, eps: float, act: int
+    ) -> torch.Tensor | None:
+        """act(gate) · up in one product, where a kernel has both at hand."""
+        segment, rows = w.segments[0], w.rows // 2
+        if self.machine.interpreted or len(w.segments) > 1 or rows % TILE or len(x) > launch.SOME:
+            return None
+        out = self.machine.empty(len(x), rows)
+        if launch.product_few(self.machine, x, segment, norm, eps, out, act=act):
+            return out
+        if not segment.format.bits:
+            return None
+        prepared = self.prepare(x, w.cols, norm, eps, 0, segment.format.multiply)
+        launch.product_some(self.machine, prepared, segment, out, act=act)
+        return out
 
     def _linear(
         self, x: Array, w: CudaMatrix, norm: Array | None = None, eps: float = 0.0, *, act: int = 0,
@@ -101,7 +116,7 @@ class Matrices(Multiplying):
             mine = slice(start, start + segment.rows)
             out, bias = to.out[:, mine], None if to.bias is None else to.bias[mine]
             start += segment.rows
-            if not act and few.product(
+            if not act and launch.product_few(
                 self.machine, x, segment, norm, eps, out, bias, to.into, fine
             ):
                 continue

@@ -56,15 +56,18 @@ __device__ __forceinline__ float4 load4(const float* at) {
   return v;
 }
 
-// Columns at … at+3 of a row, zeros behind its end.
-__device__ __forceinline__ float4 row4(const float* row, int at, int cols) {
-  if (at + 3 < cols && ((u64)(row + at) & 15) == 0) return load4(row + at);
+// Columns at … at+3 of a row, zeros behind its end; out of line what is rarely needed.
+__device__ __noinline__ float4 row4_end(const float* row, int at, int cols) {
   float4 v = {0, 0, 0, 0};
   if (at < cols) v.x = load(row + at);
   if (at + 1 < cols) v.y = load(row + at + 1);
   if (at + 2 < cols) v.z = load(row + at + 2);
   if (at + 3 < cols) v.w = load(row + at + 3);
   return v;
+}
+
+__device__ __forceinline__ float4 row4(const float* row, int at, int cols) {
+  return at + 3 < cols && ((u64)(row + at) & 15) == 0 ? load4(row + at) : row4_end(row, at, cols);
 }
 
 // ---- numbers ------------------------------------------------------------------------------------

@@ -65,3 +65,48 @@ extern "C" __global__ void __launch_bounds__(THREADS) prepare_float(const __grid
   };
   stage<false, 6>(Row{a.x + row * a.x_stride, cols, a.act}, norm, a.eps, room, put);
 }
+
+// Adds the slices of a product, one after the other; with `fine` also of what rounding had lost.
+struct JoinArgs {
+  const float* parts;  // [slices, columns, rows]
+  float* out;
+  const float* bias;   // null: none
+  const float* into;   // null: none; else where `out` points too
+  const float* undo;   // null: none
+  long long out_stride;
+  int n, rows, slices, fine;
+};
+
+__device__ __forceinline__ float4 sum_slices(const float* parts, u64 step, int slices, int row, int rows) {
+  float4 total = {0, 0, 0, 0};
+#pragma unroll 8
+  for (int i = 0; i < slices; ++i) {
+    float4 v = row4(parts + i * step, row, rows);
+    total = {__fadd_rn(total.x, v.x), __fadd_rn(total.y, v.y), __fadd_rn(total.z, v.z), __fadd_rn(total.w, v.w)};
+  }
+  return total;
+}
+
+extern "C" __global__ void __launch_bounds__(128) join(const __grid_constant__ JoinArgs a) {
+  let_next_start();
+  wait_for_previous();
+  const int row = (blockIdx.x * 128 + threadIdx.x) * 4, token = blockIdx.y;
+  if (row >= a.rows) return;
+  const u64 columns = a.n * (1 + a.fine), step = columns * a.rows;
+  float4 v = sum_slices(a.parts + (u64)token * a.rows, step, a.slices, row, a.rows);
+  if (a.fine) {
+    float4 rest = sum_slices(a.parts + (u64)(a.n + token) * a.rows, step, a.slices, row, a.rows);
+    v = {__fadd_rn(v.x, rest.x), __fadd_rn(v.y, rest.y), __fadd_rn(v.z, rest.z), __fadd_rn(v.w, rest.w)};
+  }
+  const float undo = a.undo ? load(a.undo + token) : 1.0f;
+  float of[4] = {v.x, v.y, v.z, v.w};
+  float* out = a.out + token * a.out_stride;
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    if (row + i < a.rows) {
+      float y = __fmul_rn(of[i], undo);
+      if (a.bias) y = __fadd_rn(y, a.bias[row + i]);
+      if (a.into) y = __fadd_rn(y, load(out + row + i));
+      out[row + i] = y;
+    }
+}

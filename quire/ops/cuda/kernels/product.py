@@ -58,7 +58,7 @@ def embed(
 
 @triton.jit
 def _slice(
-    x, x_rows, x_inside, rest_at, q, rows, row_inside, first, last, cols,
+    x, x_rows, x_inside, rest_rows, q, rows, row_inside, first, last, cols,
     BR: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     MINIMUM: tl.constexpr, MULTIPLY: tl.constexpr, FINE: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
@@ -81,7 +81,8 @@ def _slice(
         y = tl.load(at, mask=y_inside, other=0.0).to(MULTIPLY)
         total = tl.dot(w, y, total, input_precision="ieee")
         if FINE:
-            y = tl.load(at + rest_at, mask=y_inside, other=0.0).to(MULTIPLY)
+            at = x + rest_rows[None, :] * cols + k[:, None]
+            y = tl.load(at, mask=y_inside, other=0.0).to(MULTIPLY)
             rest = tl.dot(w, y, rest, input_precision="ieee")
     return total, rest
 
@@ -114,12 +115,11 @@ def product(
     rows = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     tokens = tl.program_id(1) * BT + tl.arange(0, BT)
     row_inside, token_inside = rows < n_rows, tokens < n
-    rest_at = n.to(tl.int64) * cols
     if SPLIT:
         part = tl.program_id(2)
         first = part * slice_cols
         total, rest = _slice(
-            x, tokens, token_inside, rest_at, q, rows, row_inside, first,
+            x, tokens, token_inside, tokens + n, q, rows, row_inside, first,
             tl.minimum(first + slice_cols, cols), cols, BR, BT, BK, BITS, GROUP, MINIMUM, MULTIPLY,
             FINE, EVEN,
         )  # fmt: skip
@@ -128,13 +128,14 @@ def product(
         at = (part * n * per + tokens).to(tl.int64)[None, :] * n_rows + rows[:, None]
         tl.store(out + at, total, mask=inside)
         if FINE:
-            tl.store(out + at + n.to(tl.int64) * n_rows, rest, mask=inside)
+            at = (part * n * per + n + tokens).to(tl.int64)[None, :] * n_rows + rows[:, None]
+            tl.store(out + at, rest, mask=inside)
     else:
         total = tl.zeros([BR, BT], tl.float32)
         rest = tl.zeros([BR, BT], tl.float32)
         for first in range(0, cols, slice_cols):
             more, more_rest = _slice(
-                x, tokens, token_inside, rest_at, q, rows, row_inside, first,
+                x, tokens, token_inside, tokens + n, q, rows, row_inside, first,
                 tl.minimum(first + slice_cols, cols), cols, BR, BT, BK, BITS, GROUP, MINIMUM,
                 MULTIPLY, FINE, EVEN,
             )  # fmt: skip
@@ -200,7 +201,7 @@ def routed(
         total = tl.zeros([BR, BT], tl.float32)
         for first in range(0, cols, slice_cols):
             more, _ = _slice(
-                x, x_rows, pair_inside, 0, q, rows, row_inside, first,
+                x, x_rows, pair_inside, x_rows, q, rows, row_inside, first,
                 tl.minimum(first + slice_cols, cols), cols, BR, BT, BK, BITS, GROUP, MINIMUM,
                 MULTIPLY, False, EVEN,
             )  # fmt: skip

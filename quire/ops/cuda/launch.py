@@ -1,20 +1,26 @@
-"""Who launches the CUDA C++ kernels of products: activations, and products of up to four tokens."""
+"""Who launches the CUDA C++ kernels of products: those of csrc, in the shapes that suit a GPU."""
 
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 
 import torch
 
 from quire.ops.cuda.formats import TILE, UNIT
-from quire.ops.cuda.machine import Machine
+from quire.ops.cuda.machine import Machine, power_of_two
 from quire.ops.cuda.matrices import Segment
 from quire.ops.cuda.nvrtc import Kernel, Native, native
 
-FEW = 4
-"""Tokens that the kernel for few takes: with what rounding has lost, the eight columns of `mma`."""
-_THREADS = 256
-_WARPS = 8
+FEW, SOME = 4, 64
+"""Tokens that the kernel for few takes: with what rounding has lost, the eight columns of `mma`;
+and tokens that the one for some takes."""
+_THREADS, _WARPS = 256, 8
+_SOME_THREADS, _SOME_WARPS = 128, 4
+SLICED_BELOW = 640
+"""With fewer tiles of rows, slices of K run in blocks of their own."""
+SOME_STAGES = {16: (4, 4), 32: (4, 4), 64: (4, 2)}
+"""By tokens: units in flight, and blocks on a multiprocessor."""
 STAGES: dict[int, tuple[tuple[int, int], ...]] = {
     0: ((5, 2), (3, 2)), 4: ((12, 3), (8, 3), (4, 2)), 8: ((8, 3), (6, 3), (3, 2)),
 }  # fmt: skip
@@ -31,6 +37,25 @@ class _Prepare(ctypes.Structure):
     )  # fmt: skip
 
 
+class _Join(ctypes.Structure):
+    """JoinArgs of rows.cu."""
+
+    _fields_ = (
+        ("parts", _P), ("out", _P), ("bias", _P), ("into", _P), ("undo", _P), ("out_stride", _L),
+        ("n", _I), ("rows", _I), ("slices", _I), ("fine", _I),
+    )  # fmt: skip
+
+
+class _Some(ctypes.Structure):
+    """SomeArgs of some.cu."""
+
+    _fields_ = (
+        ("x", _P), ("w", _P), ("out", _P), ("bias", _P), ("into", _P), ("undo", _P),
+        ("out_stride", _L), ("n", _I), ("cols", _I), ("rows", _I), ("tiles", _I), ("act", _I),
+        ("fine", _I),
+    )  # fmt: skip
+
+
 class _Few(ctypes.Structure):
     """FewArgs of few.cu."""
 
@@ -39,6 +64,29 @@ class _Few(ctypes.Structure):
         ("x_stride", _L), ("out_stride", _L), ("n", _I), ("cols", _I), ("rows", _I), ("tiles", _I),
         ("act", _I), ("fine", _I), ("eps", _F),
     )  # fmt: skip
+
+
+class _Expand(ctypes.Structure):
+    """ExpandArgs of expand.cu."""
+
+    _fields_ = (("w", _P), ("out", _P), ("rows", _I), ("cols", _I))
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Activations as a product takes them."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    """What undoes the scale of each row; of float16 alone."""
+    n: int
+    fine: bool
+    """As many rows again hold what rounding has lost."""
+
+    @property
+    def scaled(self) -> bool:
+        """Whether rows have scales."""
+        return self.values.dtype is torch.float16
 
 
 def at(x: torch.Tensor | None) -> int | None:
@@ -79,7 +127,7 @@ def _fitting(on: Native, w: Segment, name: str, columns: int) -> tuple[Kernel, i
     return best
 
 
-def product(
+def product_few(
     machine: Machine, x: torch.Tensor, w: Segment, norm: torch.Tensor | None, eps: float,
     out: torch.Tensor, bias: torch.Tensor | None = None, into: bool = False, fine: bool = False,
     act: int = 0,
@@ -111,15 +159,62 @@ def product(
     return True
 
 
-class _Expand(ctypes.Structure):
-    """ExpandArgs of expand.cu."""
-
-    _fields_ = (("w", _P), ("out", _P), ("rows", _I), ("cols", _I))
-
-
 def expand(machine: Machine, w: Segment, out: torch.Tensor) -> None:
     """Quantised weights as the very float16 that products make of them, row-major."""
     on = native(machine.device)
     kernel = on.kernel(("common", "expand"), "expand", _THREADS, WEIGHTS=w.format.native)
     grid = -(-w.rows // TILE), -(-w.cols // (UNIT * _WARPS)), 1
     kernel.launch(on.stream, grid, 0, _Expand(at(w.q), at(out), w.rows, w.cols))
+
+
+def some_tokens(x: Prepared) -> int:
+    """Columns of a tile of tokens."""
+    return min(max(power_of_two(len(x.values)), 16), SOME)
+
+
+def product_some(
+    machine: Machine, x: Prepared, w: Segment, out: torch.Tensor, bias: torch.Tensor | None = None,
+    into: bool = False, act: int = 0,
+) -> None:  # fmt: skip
+    """One segment's columns of the output for some tokens; with `act`, act(gate) · up."""
+    f, tokens = w.format, some_tokens(x)
+    rows = w.rows // 2 if act else w.rows
+    tiles = -(-rows // TILE)
+    per_tile = tokens // 2 if x.fine else tokens
+    token_tiles = -(-x.n // per_tile)
+    sliced = not act and w.slices > 1 and tiles * token_tiles < SLICED_BELOW
+    per_warp = 2 if not sliced or tiles * w.slices >= 2 * SLICED_BELOW else 1
+    name = "some_gated" if act else "some_slice" if sliced else "some_whole"
+    on = native(machine.device)
+    stages, blocks = SOME_STAGES[tokens]
+    kernel = on.kernel(
+        ("common", "some"), name, _SOME_THREADS, WEIGHTS=f.native, TILES=per_warp, TOKENS=tokens,
+        STAGES=stages, BLOCKS=blocks,
+    )  # fmt: skip
+    unit = f.unit_bytes if f.bits else TILE * UNIT * 2
+    shared = stages * (tokens * UNIT * 2 + _SOME_WARPS * per_warp * unit)
+    to = machine.empty(w.slices, len(x.values), w.rows) if sliced else out
+    given = _Some(
+        at(x.values), at(w.q), at(to), at(bias), at(out) if into else None, at(x.scales),
+        out.stride(0), x.n, w.cols, w.rows, tiles, act, x.fine,
+    )  # fmt: skip
+    per_block = _SOME_WARPS * (1 if act else per_warp)
+    grid = token_tiles, -(-tiles // per_block), w.slices if sliced else 1
+    kernel.launch(on.stream, grid, shared, given)
+    if sliced:
+        join(machine, to, x, out, bias, into)
+
+
+def join(
+    machine: Machine, parts: torch.Tensor, x: Prepared, out: torch.Tensor,
+    bias: torch.Tensor | None, into: bool,
+) -> None:  # fmt: skip
+    """Adds the slices of a product."""
+    on = native(machine.device)
+    kernel = on.kernel(("common", "rows"), "join", 128)
+    slices, _, rows = parts.shape
+    given = _Join(
+        at(parts), at(out), at(bias), at(out) if into else None, at(x.scales) if x.scaled else None,
+        out.stride(0), x.n, rows, slices, x.fine,
+    )  # fmt: skip
+    kernel.launch(on.stream, (-(-rows // 512), x.n, 1), 0, given)
