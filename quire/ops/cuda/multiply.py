@@ -50,6 +50,9 @@ def tile_of(w: Segment, tokens: int) -> dict[str, Any]:
 class Multiplying(Arrays):
     """Activations in 16 bits, and their products with the segments of a matrix."""
 
+    exact_batches = True
+    """Whether a token has the same bits in every batch; if not, prompts take torch's products."""
+
     def prepare(
         self, x: torch.Tensor, cols: int, norm: torch.Tensor | None, eps: float, act: int,
         kind: torch.dtype, fine: bool = False,
@@ -78,6 +81,8 @@ class Multiplying(Arrays):
                 launch.product_some(self.machine, x, w, to.out, to.bias, to.into)
                 return
             w = self._expanded(w)
+        if not self.exact_batches and x.n > SOME and self._library(x, w, to):
+            return
         tile = tile_of(w, x.n)
         programs = triton.cdiv(w.rows, tile["BR"])
         if x.n <= SOME and programs < _FULL and w.slices > 1:
@@ -90,6 +95,14 @@ class Multiplying(Arrays):
         values = self.machine.empty(w.rows, w.cols, dtype=torch.float16)
         launch.expand(self.machine, w, values)
         return Segment(Format(0, dtype=torch.float16), w.cols, (w.rows,), values)
+
+    def _library(self, x: Prepared, w: Segment, to: Sum) -> bool:
+        """By torch's product, if it has this one."""
+        if self.machine.interpreted or x.fine or w.format.dtype is torch.float32 or w.first:
+            return False
+        values = torch.mm(x.values, w.q.T, out_dtype=torch.float32)
+        launch.join(self.machine, values[None], x, to.out, to.bias, to.into)
+        return True
 
     def _in_slices(self, x: Prepared, w: Segment, to: Sum, tile: dict[str, Any]) -> None:
         """Slices in parallel, then their sums one after the other."""

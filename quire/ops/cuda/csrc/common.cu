@@ -126,6 +126,10 @@ __device__ __forceinline__ float activate(int act, float gate, float up) {
   return __fmul_rn(__fdiv_rn(gate, __fadd_rn(1.0f, e)), up);
 }
 
+__device__ __noinline__ float4 activate4(int act, float4 gate, float4 up) {
+  return {activate(act, gate.x, up.x), activate(act, gate.y, up.y), activate(act, gate.z, up.z), activate(act, gate.w, up.w)};
+}
+
 // ---- rows: norm, scale ----------------------------------------------------------------------
 
 __device__ __forceinline__ float block_sum(float v, float* room) {
@@ -177,11 +181,7 @@ struct Row {
   int cols, act;
   __device__ __forceinline__ float4 at(int c) const {
     float4 v = row4(x, c, cols);
-    if (act) {
-      float4 up = row4(x + cols, c, cols);
-      v = {activate(act, v.x, up.x), activate(act, v.y, up.y), activate(act, v.z, up.z), activate(act, v.w, up.w)};
-    }
-    return v;
+    return act ? activate4(act, v, row4(x + cols, c, cols)) : v;
   }
 };
 

@@ -57,14 +57,18 @@ def embed(
 
 
 @triton.jit
-def _slice(
-    x, x_rows, x_inside, rest_rows, q, rows, row_inside, first, last, cols,
+def _sum(
+    x, x_rows, x_inside, rest_rows, q, rows, row_inside, first, last, cols, slice_cols,
     BR: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     MINIMUM: tl.constexpr, MULTIPLY: tl.constexpr, FINE: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """The sums over columns first … last-1, in order: [rows, tokens]; FINE: and of the rest."""
-    total = tl.zeros([BR, BT], tl.float32)
-    rest = tl.zeros([BR, BT], tl.float32)
+    """Sums over columns first … last-1, slice by slice: [rows, tokens]; FINE: and of the rest.
+
+    One loop over all slices, so that loads run ahead from one to the next.
+    """
+    total, some = tl.zeros([BR, BT], tl.float32), tl.zeros([BR, BT], tl.float32)
+    rest, some_rest = tl.zeros([BR, BT], tl.float32), tl.zeros([BR, BT], tl.float32)
+    left = slice_cols
     for start in range(first, last, BK):
         k = start + tl.arange(0, BK)
         if EVEN:
@@ -77,14 +81,20 @@ def _slice(
         else:
             w = _levels(q, rows[:, None], k[None, :], inside, cols, BITS, GROUP, MINIMUM)
         w = w.to(MULTIPLY)
-        at = x + x_rows[None, :] * cols + k[:, None]
-        y = tl.load(at, mask=y_inside, other=0.0).to(MULTIPLY)
-        total = tl.dot(w, y, total, input_precision="ieee")
+        y = tl.load(x + x_rows[None, :] * cols + k[:, None], mask=y_inside, other=0.0)
+        some = tl.dot(w, y.to(MULTIPLY), some, input_precision="ieee")
         if FINE:
-            at = x + rest_rows[None, :] * cols + k[:, None]
-            y = tl.load(at, mask=y_inside, other=0.0).to(MULTIPLY)
-            rest = tl.dot(w, y, rest, input_precision="ieee")
-    return total, rest
+            y = tl.load(x + rest_rows[None, :] * cols + k[:, None], mask=y_inside, other=0.0)
+            some_rest = tl.dot(w, y.to(MULTIPLY), some_rest, input_precision="ieee")
+        left -= BK
+        if left == 0:
+            left = slice_cols
+            total += some
+            some = tl.zeros([BR, BT], tl.float32)
+            if FINE:
+                rest += some_rest
+                some_rest = tl.zeros([BR, BT], tl.float32)
+    return total + some, rest + some_rest
 
 
 @triton.jit
@@ -115,14 +125,14 @@ def product(
     rows = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     tokens = tl.program_id(1) * BT + tl.arange(0, BT)
     row_inside, token_inside = rows < n_rows, tokens < n
+    part = tl.program_id(2)
+    first = part * slice_cols
+    total, rest = _sum(
+        x, tokens, token_inside, tokens + n, q, rows, row_inside, first,
+        tl.minimum(first + slice_cols, cols) if SPLIT else cols, cols, slice_cols, BR, BT, BK, BITS,
+        GROUP, MINIMUM, MULTIPLY, FINE, EVEN,
+    )  # fmt: skip
     if SPLIT:
-        part = tl.program_id(2)
-        first = part * slice_cols
-        total, rest = _slice(
-            x, tokens, token_inside, tokens + n, q, rows, row_inside, first,
-            tl.minimum(first + slice_cols, cols), cols, BR, BT, BK, BITS, GROUP, MINIMUM, MULTIPLY,
-            FINE, EVEN,
-        )  # fmt: skip
         inside = row_inside[:, None] & token_inside[None, :]
         per: tl.constexpr = 2 if FINE else 1
         at = (part * n * per + tokens).to(tl.int64)[None, :] * n_rows + rows[:, None]
@@ -131,16 +141,6 @@ def product(
             at = (part * n * per + n + tokens).to(tl.int64)[None, :] * n_rows + rows[:, None]
             tl.store(out + at, rest, mask=inside)
     else:
-        total = tl.zeros([BR, BT], tl.float32)
-        rest = tl.zeros([BR, BT], tl.float32)
-        for first in range(0, cols, slice_cols):
-            more, more_rest = _slice(
-                x, tokens, token_inside, tokens + n, q, rows, row_inside, first,
-                tl.minimum(first + slice_cols, cols), cols, BR, BT, BK, BITS, GROUP, MINIMUM,
-                MULTIPLY, FINE, EVEN,
-            )  # fmt: skip
-            total += more
-            rest += more_rest
         if FINE:
             total += rest
         _finish(
@@ -198,14 +198,10 @@ def routed(
         mine = tl.program_id(0) * BR + tl.arange(0, BR)
         row_inside = mine < n_rows
         rows = first_row + expert * n_rows + mine
-        total = tl.zeros([BR, BT], tl.float32)
-        for first in range(0, cols, slice_cols):
-            more, _ = _slice(
-                x, x_rows, pair_inside, x_rows, q, rows, row_inside, first,
-                tl.minimum(first + slice_cols, cols), cols, BR, BT, BK, BITS, GROUP, MINIMUM,
-                MULTIPLY, False, EVEN,
-            )  # fmt: skip
-            total += more
+        total, _ = _sum(
+            x, x_rows, pair_inside, x_rows, q, rows, row_inside, 0, cols, cols, slice_cols, BR, BT,
+            BK, BITS, GROUP, MINIMUM, MULTIPLY, False, EVEN,
+        )  # fmt: skip
         if SCALED:
             total *= tl.load(x_scales + x_rows, mask=pair_inside, other=0.0)[None, :]
         at = pairs.to(tl.int64)[None, :] * stride + mine[:, None]
