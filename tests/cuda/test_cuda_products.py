@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -83,6 +85,58 @@ def test_company_changes_no_bit(kind: GGMLType) -> None:
         whole = cuda().numpy(call(cuda().array(x), w, norm, 1e-5))
         for n in (1, 2, 16, 33, 64, 65, 130):
             same_bits(cuda().numpy(call(cuda().array(x[:n]), w, norm, 1e-5)), whole[:n])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kinds", [
+    (GGMLType.BF16, GGMLType.BF16), (GGMLType.F16, GGMLType.F32), (GGMLType.Q4_K, GGMLType.Q6_K),
+    (GGMLType.Q8_0, GGMLType.Q5_K),
+])  # fmt: skip
+@pytest.mark.parametrize("mixed", [False, True])
+def test_networks_have_one_result_per_token(kinds: tuple[GGMLType, GGMLType], mixed: bool) -> None:
+    """Layers one after the other, so that sums left to the next reader are read in every way."""
+    o, width, ffn = cuda(), 512, 1536
+    up = [part(kinds[0], ffn, width), part(kinds[1] if mixed else kinds[0], ffn, width, seed=1)]
+    gate_up, down = o.pack(up), o.pack([part(kinds[1], width, ffn)])
+    same = o.pack([part(kinds[0], width, width)])
+    norm, x = o.vector(np.full(width, 0.1, np.float32)), normal(200, width)
+
+    def run(rows: Floats) -> Floats:
+        total = o.array(rows)
+        for _ in range(2):
+            o.linear(o.linear(total, same, norm, 1e-5), same, into=total)
+            o.network(total, gate_up, down, norm, 1e-5, SILU_MUL, into=total)
+        return o.numpy(o.linear_int16(total, same, norm, 1e-5))
+
+    whole = run(x)
+    assert np.isfinite(whole).all()
+    for n in (1, 2, 4, 5, 16, 40, 64, 65):
+        same_bits(run(x[:n]), whole[:n])
+
+
+@pytest.mark.gpu
+def test_products_can_be_captured() -> None:
+    import torch
+
+    o = cuda()
+    w = o.pack([part(GGMLType.Q4_K, 512, 512)])
+    norm = o.vector(np.ones(512, np.float32))
+    for n in (1, 16, 64, 100):
+        x = o.array(normal(n, 512))
+
+        def run(x: Any = x) -> Any:
+            y = o.linear(x, w, norm, 1e-5)
+            return o.network(y, o_pair, w, norm, 1e-5, SILU_MUL).values
+
+        o_pair = o.pack([part(GGMLType.Q4_K, 1024, 512)])
+        want = run().clone()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = run()
+        found.zero_()
+        graph.replay()
+        assert torch.equal(found, want)
 
 
 def test_parts_of_several_types_with_bias_and_sum() -> None:

@@ -7,7 +7,7 @@ import triton
 
 from quire.ops import Array, Matrix
 from quire.ops.cuda import matrices
-from quire.ops.cuda.arrays import need_same, row_of, values_of
+from quire.ops.cuda.arrays import CudaArray, array_of, need_same, row_of, values_of
 from quire.ops.cuda.kernels import product as kernels
 from quire.ops.cuda.machine import need, power_of_two
 from quire.ops.cuda.matrices import Segment
@@ -41,10 +41,10 @@ class Experts(Matrices):
             BLOCK=power_of_two(count, 16), num_warps=1,
         )  # fmt: skip
         tiles = self._tiles(chosen.view(-1), count)
-        middle = self._routed(values_of(x), weight, eps, 0, ups, tiles, n * n_used, n_used)
+        middle = self._routed(array_of(x), weight, eps, 0, ups, tiles, n * n_used, n_used)
         y = self._routed(middle, None, 0.0, 1, downs, tiles, n * n_used, 1)
         kernels.mix[(triton.cdiv(width, 256), n)](
-            values_of(into), y, shares, n_used, width, BLOCK=256, num_warps=2
+            values_of(into), y.values, shares, n_used, width, BLOCK=256, num_warps=2
         )
         return into
 
@@ -73,10 +73,10 @@ class Experts(Matrices):
         return owner, pairs.view(n_tiles, size)
 
     def _routed(
-        self, x: torch.Tensor, norm: torch.Tensor | None, eps: float, act: int,
+        self, x: CudaArray, norm: torch.Tensor | None, eps: float, act: int,
         segments: list[Segment], tiles: tuple[torch.Tensor, torch.Tensor], n_pairs: int,
         divide: int,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> CudaArray:  # fmt: skip
         """What each pair's expert makes of its token's row, or of its own."""
         owner, pairs = tiles
         out = self.machine.empty(n_pairs, sum(segment.part_rows[0] for segment in segments))
@@ -92,4 +92,4 @@ class Experts(Matrices):
                 MULTIPLY=MULTIPLY[self.machine.half(f.multiply)], SCALED=y.scaled, **tile,
             )  # fmt: skip
             start += rows
-        return out
+        return self.new(out)

@@ -28,21 +28,21 @@ STAGES: dict[int, tuple[tuple[int, int], ...]] = {
 _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int, ctypes.c_float
 
 
-class _Prepare(ctypes.Structure):
-    """PrepareArgs of rows.cu."""
-
-    _fields_ = (
-        ("x", _P), ("norm", _P), ("out", _P), ("undo", _P), ("x_stride", _L),
-        ("n", _I), ("cols", _I), ("act", _I), ("fine", _I), ("eps", _F),
-    )  # fmt: skip
-
-
 class _Join(ctypes.Structure):
     """JoinArgs of rows.cu."""
 
     _fields_ = (
         ("parts", _P), ("out", _P), ("bias", _P), ("into", _P), ("undo", _P), ("out_stride", _L),
-        ("n", _I), ("rows", _I), ("slices", _I), ("fine", _I),
+        ("into_stride", _L), ("n", _I), ("rows", _I), ("slices", _I), ("fine", _I),
+    )  # fmt: skip
+
+
+class _Prepare(ctypes.Structure):
+    """PrepareArgs of rows.cu."""
+
+    _fields_ = (
+        ("x", _P), ("norm", _P), ("out", _P), ("undo", _P), ("x_stride", _L), ("n", _I),
+        ("cols", _I), ("act", _I), ("fine", _I), ("eps", _F), ("from_", _Join),
     )  # fmt: skip
 
 
@@ -94,17 +94,46 @@ def at(x: torch.Tensor | None) -> int | None:
     return None if x is None else int(x.data_ptr())
 
 
+@dataclass(frozen=True)
+class Slices:
+    """A product whose slices are not added yet."""
+
+    machine: Machine
+    parts: torch.Tensor
+    """[slices, columns, rows]"""
+    x: Prepared
+    bias: torch.Tensor | None
+    into: bool
+
+    def arguments(self, values: torch.Tensor, out: torch.Tensor) -> _Join:
+        """How kernels are told of it: `values` is what it is added to."""
+        slices, _, rows = self.parts.shape
+        return _Join(
+            at(self.parts), at(out), at(self.bias), at(values) if self.into else None,
+            at(self.x.scales) if self.x.scaled else None, out.stride(0), values.stride(0), self.x.n,
+            rows, slices, self.x.fine,
+        )  # fmt: skip
+
+    def join(self, base: torch.Tensor) -> None:
+        """Adds them one after the other, then to `base` or over it."""
+        on = native(self.machine.device)
+        kernel = on.kernel(("common", "rows"), "join", 128)
+        grid = -(-self.parts.shape[2] // 512), self.x.n, 1
+        kernel.launch(on.stream, grid, 0, self.arguments(base, base))
+
+
 def prepare(
     machine: Machine, x: torch.Tensor, norm: torch.Tensor | None, eps: float, act: int, fine: bool,
-    values: torch.Tensor, undo: torch.Tensor,
+    values: torch.Tensor, undo: torch.Tensor, joined: _Join | None = None,
 ) -> None:  # fmt: skip
-    """Rows of activations in the type of `values`: see rows.cu."""
+    """Rows of activations in the type of `values`: of x, or of slices that are added first."""
     names = {torch.float16: "half", torch.bfloat16: "bfloat", torch.float32: "float"}
     on = native(machine.device)
     kernel = on.kernel(("common", "rows"), f"prepare_{names[values.dtype]}", _THREADS)
     given = _Prepare(
-        at(x), at(norm), at(values), at(undo), x.stride(0), len(x), values.shape[1], act, fine, eps
-    )
+        at(x), at(norm), at(values), at(undo), x.stride(0), len(x), values.shape[1], act, fine, eps,
+        joined or _Join(),
+    )  # fmt: skip
     kernel.launch(on.stream, (len(x), 1, 1), 0, given)
 
 
@@ -175,8 +204,11 @@ def some_tokens(x: Prepared) -> int:
 def product_some(
     machine: Machine, x: Prepared, w: Segment, out: torch.Tensor, bias: torch.Tensor | None = None,
     into: bool = False, act: int = 0,
-) -> None:  # fmt: skip
-    """One segment's columns of the output for some tokens; with `act`, act(gate) · up."""
+) -> Slices | None:  # fmt: skip
+    """One segment's columns of the output for some tokens; with `act`, act(gate) · up.
+
+    What is returned is still to be added.
+    """
     f, tokens = w.format, some_tokens(x)
     rows = w.rows // 2 if act else w.rows
     tiles = -(-rows // TILE)
@@ -201,20 +233,4 @@ def product_some(
     per_block = _SOME_WARPS * (1 if act else per_warp)
     grid = token_tiles, -(-tiles // per_block), w.slices if sliced else 1
     kernel.launch(on.stream, grid, shared, given)
-    if sliced:
-        join(machine, to, x, out, bias, into)
-
-
-def join(
-    machine: Machine, parts: torch.Tensor, x: Prepared, out: torch.Tensor,
-    bias: torch.Tensor | None, into: bool,
-) -> None:  # fmt: skip
-    """Adds the slices of a product."""
-    on = native(machine.device)
-    kernel = on.kernel(("common", "rows"), "join", 128)
-    slices, _, rows = parts.shape
-    given = _Join(
-        at(parts), at(out), at(bias), at(out) if into else None, at(x.scales) if x.scaled else None,
-        out.stride(0), x.n, rows, slices, x.fine,
-    )  # fmt: skip
-    kernel.launch(on.stream, (-(-rows // 512), x.n, 1), 0, given)
+    return Slices(machine, to, x, bias, into) if sliced else None

@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 
 from quire.ops.cuda import launch
-from quire.ops.cuda.arrays import Arrays, block_of
+from quire.ops.cuda.arrays import Arrays, CudaArray, block_of
 from quire.ops.cuda.formats import Format
 from quire.ops.cuda.kernels import product as kernels
 from quire.ops.cuda.kernels import rows as row_kernels
-from quire.ops.cuda.launch import SOME, Prepared
+from quire.ops.cuda.launch import SOME, Prepared, Slices
 from quire.ops.cuda.machine import power_of_two
 from quire.ops.cuda.matrices import Segment
 
@@ -54,41 +54,47 @@ class Multiplying(Arrays):
     """Whether a token has the same bits in every batch; if not, prompts take torch's products."""
 
     def prepare(
-        self, x: torch.Tensor, cols: int, norm: torch.Tensor | None, eps: float, act: int,
+        self, x: CudaArray, cols: int, norm: torch.Tensor | None, eps: float, act: int,
         kind: torch.dtype, fine: bool = False,
     ) -> Prepared:  # fmt: skip
         """Activations in the type that a weight is multiplied in."""
-        n = len(x)
+        n = x.shape[0]
         fine = fine and kind is not torch.float32
         if kind is torch.float32 and norm is None and not act:
-            return Prepared(x, x, n, False)
+            return Prepared(x.values, x.values, n, False)
         values = self.machine.empty(n * (1 + fine), cols, dtype=self.machine.half(kind))
         scales = self.machine.empty(n)
-        if not self.machine.interpreted:
-            launch.prepare(self.machine, x, norm, eps, act, fine, values, scales)
+        if self.machine.interpreted:
+            row_kernels.prepare[(n,)](
+                x.values, x.values if norm is None else norm, values, scales, n, cols, eps,
+                NORM=norm is not None, ACT=act, SCALED=kind is torch.float16, FINE=fine,
+                BLOCK=block_of(cols),
+            )  # fmt: skip
             return Prepared(values, scales, n, fine)
-        row_kernels.prepare[(n,)](
-            x, x if norm is None else norm, values, scales, n, cols, eps,
-            NORM=norm is not None, ACT=act, SCALED=kind is torch.float16, FINE=fine,
-            BLOCK=block_of(cols),
-        )  # fmt: skip
+        joined, total = None, None
+        if isinstance(x.pending, Slices) and not (act or fine or kind is torch.float32):
+            total = self.machine.empty(*x.shape)
+            joined = x.pending.arguments(x.base, total)
+        rows = x.values if joined is None else x.base
+        launch.prepare(self.machine, rows, norm, eps, act, fine, values, scales, joined)
+        if total is not None:
+            x.base, x.pending = total, None
         return Prepared(values, scales, n, fine)
 
-    def product(self, x: Prepared, w: Segment, to: Sum) -> None:
-        """One segment's columns of the output."""
+    def product(self, x: Prepared, w: Segment, to: Sum) -> Slices | None:
+        """One segment's columns of the output; what is returned is still to be added."""
         if w.format.bits and not self.machine.interpreted:
             if x.n <= SOME:
-                launch.product_some(self.machine, x, w, to.out, to.bias, to.into)
-                return
+                return launch.product_some(self.machine, x, w, to.out, to.bias, to.into)
             w = self._expanded(w)
         if not self.exact_batches and x.n > SOME and self._library(x, w, to):
-            return
+            return None
         tile = tile_of(w, x.n)
         programs = triton.cdiv(w.rows, tile["BR"])
         if x.n <= SOME and programs < _FULL and w.slices > 1:
-            self._in_slices(x, w, to, tile)
-        else:
-            self._launch(x, w, to.out, to, tile, False)
+            return self._in_slices(x, w, to, tile)
+        self._launch(x, w, to.out, to, tile, False)
+        return None
 
     def _expanded(self, w: Segment) -> Segment:
         """For many tokens: quantised weights unpacked once, instead of by every tile."""
@@ -101,22 +107,22 @@ class Multiplying(Arrays):
         if self.machine.interpreted or x.fine or w.format.dtype is torch.float32 or w.first:
             return False
         values = torch.mm(x.values, w.q.T, out_dtype=torch.float32)
-        launch.join(self.machine, values[None], x, to.out, to.bias, to.into)
+        Slices(self.machine, values[None], x, to.bias, to.into).join(to.out)
         return True
 
-    def _in_slices(self, x: Prepared, w: Segment, to: Sum, tile: dict[str, Any]) -> None:
-        """Slices in parallel, then their sums one after the other."""
+    def _in_slices(self, x: Prepared, w: Segment, to: Sum, tile: dict[str, Any]) -> Slices | None:
+        """Slices in parallel, to be added one after the other."""
         parts = self.machine.empty(w.slices, len(x.values), w.rows)
         self._launch(x, w, parts, to, tile, True)
-        out, bias, block = to.out, to.bias, 128
         if not self.machine.interpreted:
-            launch.join(self.machine, parts, x, out, bias, to.into)
-            return
+            return Slices(self.machine, parts, x, to.bias, to.into)
+        out, bias, block = to.out, to.bias, 128
         kernels.join[(triton.cdiv(w.rows, block), x.n)](
             parts, out, out if bias is None else bias, out, x.scales, x.n, len(x.values), w.rows,
             out.stride(0), w.slices, BLOCK=block, FINE=x.fine, INTO=to.into,
             BIAS=bias is not None, SCALED=x.scaled, num_warps=1,
         )  # fmt: skip
+        return None
 
     def _launch(
         self, x: Prepared, w: Segment, out: torch.Tensor, to: Sum, tile: dict[str, Any], split: bool

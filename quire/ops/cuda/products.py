@@ -8,9 +8,9 @@ import torch
 
 from quire.ops import Array, Int32, Matrix, Part
 from quire.ops.cuda import launch, matrices
-from quire.ops.cuda.arrays import row_of, values_of
+from quire.ops.cuda.arrays import CudaArray, array_of, row_of, values_of
 from quire.ops.cuda.formats import TILE
-from quire.ops.cuda.launch import Prepared
+from quire.ops.cuda.launch import Prepared, Slices
 from quire.ops.cuda.machine import need
 from quire.ops.cuda.matrices import CudaMatrix
 from quire.ops.cuda.multiply import MULTIPLY, Multiplying, Sum
@@ -70,20 +70,22 @@ class Matrices(Multiplying):
         need(up.rows == 2 * width, f"gate and up have {up.rows} rows, not {2 * width}")
         need(x.shape[1] == up.cols, f"x of shape {x.shape} where {up.cols} columns are needed")
         weight = row_of(norm, up.cols, "norm")
-        if n and (middle := self._gated(values_of(x), up, weight, eps, act)) is not None:
+        if n and (middle := self._gated(array_of(x), up, weight, eps, act)) is not None:
             return self._linear(self.new(middle), matrix_of(down), into=into)
         both = self._linear(x, up, norm, eps)
         return self._linear(both, matrix_of(down), act=act, into=into)
 
     def _gated(
-        self, x: torch.Tensor, w: CudaMatrix, norm: torch.Tensor, eps: float, act: int
+        self, x: CudaArray, w: CudaMatrix, norm: torch.Tensor, eps: float, act: int
     ) -> torch.Tensor | None:
         """act(gate) · up in one product, where a kernel has both at hand."""
-        segment, rows = w.segments[0], w.rows // 2
-        if self.machine.interpreted or len(w.segments) > 1 or rows % TILE or len(x) > launch.SOME:
+        n, segment, rows = x.shape[0], w.segments[0], w.rows // 2
+        if self.machine.interpreted or len(w.segments) > 1 or rows % TILE or n > launch.SOME:
             return None
-        out = self.machine.empty(len(x), rows)
-        if launch.product_few(self.machine, x, segment, norm, eps, out, act=act):
+        out = self.machine.empty(n, rows)
+        if n <= launch.FEW and launch.product_few(
+            self.machine, x.values, segment, norm, eps, out, act=act
+        ):
             return out
         if not segment.format.bits:
             return None
@@ -103,24 +105,31 @@ class Matrices(Multiplying):
         out = self.new(self.machine.empty(*shape)) if into is None else into
         if shape[0]:
             to = Sum(values_of(out), bias, into is not None)
-            self._multiply(values_of(x), w, weight, eps, act, to, fine)
+            pending = self._multiply(array_of(x), w, weight, eps, act, to, fine)
+            array_of(out).pending = pending
         return out
 
     def _multiply(
-        self, x: torch.Tensor, w: CudaMatrix, norm: torch.Tensor | None, eps: float, act: int,
+        self, x: CudaArray, w: CudaMatrix, norm: torch.Tensor | None, eps: float, act: int,
         to: Sum, fine: bool,
-    ) -> None:  # fmt: skip
+    ) -> Slices | None:  # fmt: skip
+        """Products with all segments; what is returned is still to be added."""
         made: dict[torch.dtype, Prepared] = {}
         start = 0
         for segment in w.segments:
             mine = slice(start, start + segment.rows)
             out, bias = to.out[:, mine], None if to.bias is None else to.bias[mine]
             start += segment.rows
-            if not act and launch.product_few(
-                self.machine, x, segment, norm, eps, out, bias, to.into, fine
-            ):
+            if not act and x.shape[0] <= launch.FEW and launch.product_few(
+                self.machine, x.values, segment, norm, eps, out, bias, to.into, fine
+            ):  # fmt: skip
                 continue
             kind = segment.format.multiply
             if kind not in made:
                 made[kind] = self.prepare(x, w.cols, norm, eps, act, kind, fine)
-            self.product(made[kind], segment, Sum(out, bias, to.into))
+            pending = self.product(made[kind], segment, Sum(out, bias, to.into))
+            if pending is not None:
+                if len(w.segments) == 1:
+                    return pending
+                pending.join(out)
+        return None

@@ -200,8 +200,8 @@ template <int KEEP> struct NormWeights {
 // Hands each four columns of a row to `put(column, values)`: normed where there are weights, and with
 // SCALED times the power of two that brings the largest into [1024, 2048), so that no float16
 // overflows. Returns what undoes the scale. KEEP steps of 1,024 columns are read only once.
-template <bool SCALED, int KEEP, class Put>
-__device__ __forceinline__ float stage(const Row& row, const NormWeights<KEEP>& norm, float eps, float* room, Put put) {
+template <bool SCALED, int KEEP, class Source, class Put>
+__device__ __forceinline__ float stage(const Source& row, const NormWeights<KEEP>& norm, float eps, float* room, Put put) {
   float4 v[KEEP];
   const int first = threadIdx.x * 4, step = THREADS * 4, kept = KEEP * step;
 #pragma unroll

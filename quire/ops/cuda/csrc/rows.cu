@@ -1,4 +1,56 @@
-// Rows of activations in the type that a weight is multiplied in: for more tokens than `few` takes.
+// Rows of activations in the type that a weight is multiplied in, for more tokens than `few` takes,
+// and the sums of a product's slices. Both at once where a product's result is read first by a norm.
+
+struct JoinArgs {
+  const float* parts;  // [slices, columns, rows]; null: none
+  float* out;
+  const float* bias;   // null: none
+  const float* into;   // null: none
+  const float* undo;   // null: none
+  long long out_stride, into_stride;
+  int n, rows, slices, fine;
+};
+
+// Four rows of a product for one token: its slices one after the other, with `fine` also those of what
+// rounding had lost; then what is added to it.
+__device__ __forceinline__ float4 plus(float4 a, float4 b) {
+  return {__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y), __fadd_rn(a.z, b.z), __fadd_rn(a.w, b.w)};
+}
+
+__device__ __forceinline__ float4 sum_slices(const float* parts, u64 step, int slices, int row, int rows) {
+  float4 total = {0, 0, 0, 0};
+#pragma unroll 8
+  for (int i = 0; i < slices; ++i) total = plus(total, row4(parts + i * step, row, rows));
+  return total;
+}
+
+__device__ __forceinline__ float4 joined(const JoinArgs& a, int token, int row) {
+  const u64 step = (u64)a.n * (1 + a.fine) * a.rows;
+  float4 v = sum_slices(a.parts + (u64)token * a.rows, step, a.slices, row, a.rows);
+  if (a.fine) v = plus(v, sum_slices(a.parts + (u64)(a.n + token) * a.rows, step, a.slices, row, a.rows));
+  if (a.undo) v = times(v, load(a.undo + token));
+  if (a.bias) v = plus(v, row4(a.bias, row, a.rows));
+  if (a.into) v = plus(v, row4(a.into + token * a.into_stride, row, a.rows));
+  return v;
+}
+
+__device__ __forceinline__ void store4(float* row, int at, int cols, float4 v) {
+  if (at + 3 < cols && ((u64)(row + at) & 15) == 0) {
+    *(float4*)(row + at) = v;
+  } else {
+    const float of[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (at + i < cols) row[at + i] = of[i];
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(128) join(const __grid_constant__ JoinArgs a) {
+  let_next_start();
+  wait_for_previous();
+  const int row = (blockIdx.x * 128 + threadIdx.x) * 4, token = blockIdx.y;
+  if (row < a.rows) store4(a.out + token * a.out_stride, row, a.rows, joined(a, token, row));
+}
 
 struct PrepareArgs {
   const float* x;
@@ -8,15 +60,26 @@ struct PrepareArgs {
   long long x_stride;
   int n, cols, act, fine;
   float eps;
+  JoinArgs from;       // instead of x: a product that is still in slices; its sum is stored, too
 };
 
-template <class T, bool FINE> __device__ __forceinline__ void prepare_row(const PrepareArgs& a) {
+struct JoinedRow {
+  const JoinArgs& from;
+  int token, cols;
+  __device__ __forceinline__ float4 at(int c) const {
+    float4 v = joined(from, token, c);
+    store4(from.out + token * from.out_stride, c, cols, v);
+    return v;
+  }
+};
+
+template <class T, bool FINE, int KEEP, class Source>
+__device__ __forceinline__ void prepare_row(const PrepareArgs& a, const Source& row) {
   __shared__ float room[THREADS / 32];
-  const long long row = blockIdx.x;
-  u16* out = (u16*)a.out + row * a.cols;
-  u16* rest = out + (long long)a.n * a.cols;
+  u16* out = (u16*)a.out + (u64)blockIdx.x * a.cols;
+  u16* rest = out + (u64)a.n * a.cols;
   const int cols = a.cols;
-  NormWeights<6> norm(a.norm, cols);
+  NormWeights<KEEP> norm(a.norm, cols);
   wait_for_previous();
   auto put = [&](int c, float4 v) {
     u32 two[2] = {T::pack(v.x, v.y), T::pack(v.z, v.w)};
@@ -35,78 +98,36 @@ template <class T, bool FINE> __device__ __forceinline__ void prepare_row(const 
       }
     }
   };
-  float undo = stage<T::scaled, 6>(Row{a.x + row * a.x_stride, cols, a.act}, norm, a.eps, room, put);
-  if (T::scaled && threadIdx.x == 0) a.undo[row] = undo;
+  float undo = stage<T::scaled, KEEP>(row, norm, a.eps, room, put);
+  if (T::scaled && threadIdx.x == 0) a.undo[blockIdx.x] = undo;
+}
+
+template <class T> __device__ __forceinline__ void prepare(const PrepareArgs& a) {
+  let_next_start();
+  const Row row{a.x + blockIdx.x * a.x_stride, a.cols, a.act};
+  if (a.from.parts)
+    prepare_row<T, false, 3>(a, JoinedRow{a.from, (int)blockIdx.x, a.cols});
+  else if (a.fine)
+    prepare_row<T, true, 3>(a, row);
+  else
+    prepare_row<T, false, 6>(a, row);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) prepare_half(const __grid_constant__ PrepareArgs a) {
-  let_next_start();
-  a.fine ? prepare_row<Half, true>(a) : prepare_row<Half, false>(a);
+  prepare<Half>(a);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) prepare_bfloat(const __grid_constant__ PrepareArgs a) {
-  let_next_start();
-  a.fine ? prepare_row<Bfloat, true>(a) : prepare_row<Bfloat, false>(a);
+  prepare<Bfloat>(a);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) prepare_float(const __grid_constant__ PrepareArgs a) {
   __shared__ float room[THREADS / 32];
   let_next_start();
-  const long long row = blockIdx.x;
-  float* out = (float*)a.out + row * a.cols;
+  float* out = (float*)a.out + (u64)blockIdx.x * a.cols;
   const int cols = a.cols;
-  NormWeights<6> norm(a.norm, cols);
+  NormWeights<3> norm(a.norm, cols);
   wait_for_previous();
-  auto put = [&](int c, float4 v) {
-    float of[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      if (c + i < cols) out[c + i] = of[i];
-  };
-  stage<false, 6>(Row{a.x + row * a.x_stride, cols, a.act}, norm, a.eps, room, put);
-}
-
-// Adds the slices of a product, one after the other; with `fine` also of what rounding had lost.
-struct JoinArgs {
-  const float* parts;  // [slices, columns, rows]
-  float* out;
-  const float* bias;   // null: none
-  const float* into;   // null: none; else where `out` points too
-  const float* undo;   // null: none
-  long long out_stride;
-  int n, rows, slices, fine;
-};
-
-__device__ __forceinline__ float4 sum_slices(const float* parts, u64 step, int slices, int row, int rows) {
-  float4 total = {0, 0, 0, 0};
-#pragma unroll 8
-  for (int i = 0; i < slices; ++i) {
-    float4 v = row4(parts + i * step, row, rows);
-    total = {__fadd_rn(total.x, v.x), __fadd_rn(total.y, v.y), __fadd_rn(total.z, v.z), __fadd_rn(total.w, v.w)};
-  }
-  return total;
-}
-
-extern "C" __global__ void __launch_bounds__(128) join(const __grid_constant__ JoinArgs a) {
-  let_next_start();
-  wait_for_previous();
-  const int row = (blockIdx.x * 128 + threadIdx.x) * 4, token = blockIdx.y;
-  if (row >= a.rows) return;
-  const u64 columns = a.n * (1 + a.fine), step = columns * a.rows;
-  float4 v = sum_slices(a.parts + (u64)token * a.rows, step, a.slices, row, a.rows);
-  if (a.fine) {
-    float4 rest = sum_slices(a.parts + (u64)(a.n + token) * a.rows, step, a.slices, row, a.rows);
-    v = {__fadd_rn(v.x, rest.x), __fadd_rn(v.y, rest.y), __fadd_rn(v.z, rest.z), __fadd_rn(v.w, rest.w)};
-  }
-  const float undo = a.undo ? load(a.undo + token) : 1.0f;
-  float of[4] = {v.x, v.y, v.z, v.w};
-  float* out = a.out + token * a.out_stride;
-#pragma unroll
-  for (int i = 0; i < 4; ++i)
-    if (row + i < a.rows) {
-      float y = __fmul_rn(of[i], undo);
-      if (a.bias) y = __fadd_rn(y, a.bias[row + i]);
-      if (a.into) y = __fadd_rn(y, load(out + row + i));
-      out[row + i] = y;
-    }
+  const Row row{a.x + blockIdx.x * a.x_stride, cols, a.act};
+  stage<false, 3>(row, norm, a.eps, room, [&](int c, float4 v) { store4(out, c, cols, v); });
 }
