@@ -120,15 +120,15 @@ def test_products_can_be_captured() -> None:
 
     o = cuda()
     w = o.pack([part(GGMLType.Q4_K, 512, 512)])
+    gate_up = o.pack([part(GGMLType.Q4_K, 1024, 512)])
     norm = o.vector(np.ones(512, np.float32))
     for n in (1, 16, 64, 100):
         x = o.array(normal(n, 512))
 
         def run(x: Any = x) -> Any:
             y = o.linear(x, w, norm, 1e-5)
-            return o.network(y, o_pair, w, norm, 1e-5, SILU_MUL).values
+            return o.network(y, gate_up, w, norm, 1e-5, SILU_MUL).values
 
-        o_pair = o.pack([part(GGMLType.Q4_K, 1024, 512)])
         want = run().clone()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()

@@ -43,8 +43,17 @@ def tile_of(w: Segment, tokens: int) -> dict[str, Any]:
         how["num_stages"] = 2
     elif tokens > SOME:
         size, how = {"BR": 128, "BT": 128, "BK": 64}, {"num_warps": 8, "num_stages": 3}
-    even = w.cols % size["BK"] == 0 and w.slice_cols % size["BK"] == 0
-    return size | how | {"EVEN": even}
+    return size | how | {"EVEN": w.cols % size["BK"] == 0}
+
+
+def gated_tile_of(w: Segment, tokens: int) -> dict[str, Any]:
+    """The same for products that have gate and up: of rows there are twice as many."""
+    if tokens > SOME:
+        size, how = {"BR": 64, "BT": 128, "BK": 64}, {"num_warps": 8, "num_stages": 3}
+    else:
+        size = {"BR": 64, "BT": min(power_of_two(tokens, 16), 64), "BK": 64}
+        how = {"num_warps": 4, "num_stages": 4}
+    return size | how | {"EVEN": w.cols % size["BK"] == 0}
 
 
 class Multiplying(Arrays):
@@ -95,6 +104,22 @@ class Multiplying(Arrays):
             return self._in_slices(x, w, to, tile)
         self._launch(x, w, to.out, to, tile, False)
         return None
+
+    def gated(self, x: Prepared, w: Segment, act: int, kind: torch.dtype) -> torch.Tensor:
+        """act(gate) · up of a segment that has the rows of both, in this type."""
+        rows = w.rows // 2
+        out = self.machine.empty(x.n, rows, dtype=kind)
+        if w.format.bits:
+            if x.n <= SOME:
+                launch.product_some(self.machine, x, w, out, act=act)
+                return out
+            w = self._expanded(w)
+        tile = gated_tile_of(w, x.n)
+        kernels.gated[(triton.cdiv(rows, tile["BR"]), triton.cdiv(x.n, tile["BT"]))](
+            x.values, w.q, out, x.scales, x.n, rows, w.cols, w.slice_cols, ACT=act,
+            SCALED=x.scaled, **tile,
+        )  # fmt: skip
+        return out
 
     def _expanded(self, w: Segment) -> Segment:
         """For many tokens: quantised weights unpacked once, instead of by every tile."""

@@ -71,27 +71,25 @@ class Matrices(Multiplying):
         need(x.shape[1] == up.cols, f"x of shape {x.shape} where {up.cols} columns are needed")
         weight = row_of(norm, up.cols, "norm")
         if n and (middle := self._gated(array_of(x), up, weight, eps, act)) is not None:
-            return self._linear(self.new(middle), matrix_of(down), into=into)
+            return self._linear(middle, matrix_of(down), into=into)
         both = self._linear(x, up, norm, eps)
         return self._linear(both, matrix_of(down), act=act, into=into)
 
     def _gated(
         self, x: CudaArray, w: CudaMatrix, norm: torch.Tensor, eps: float, act: int
-    ) -> torch.Tensor | None:
+    ) -> CudaArray | None:
         """act(gate) · up in one product, where a kernel has both at hand."""
-        n, segment, rows = x.shape[0], w.segments[0], w.rows // 2
-        if self.machine.interpreted or len(w.segments) > 1 or rows % TILE or n > launch.SOME:
+        segment, n, rows = w.segments[0], x.shape[0], w.rows // 2
+        if self.machine.interpreted or len(w.segments) > 1 or rows % TILE:
             return None
-        out = self.machine.empty(n, rows)
-        if n <= launch.FEW and launch.product_few(
-            self.machine, x.values, segment, norm, eps, out, act=act
-        ):
-            return out
-        if not segment.format.bits:
+        if segment.format.dtype is torch.float32 or (n > launch.SOME and not self.exact_batches):
             return None
+        if n <= launch.FEW:
+            out = self.machine.empty(n, rows)
+            if launch.product_few(self.machine, x.values, segment, norm, eps, out, act=act):
+                return self.new(out)
         prepared = self.prepare(x, w.cols, norm, eps, 0, segment.format.multiply)
-        launch.product_some(self.machine, prepared, segment, out, act=act)
-        return out
+        return self.new(self.gated(prepared, segment, act, torch.float32))
 
     def _linear(
         self, x: Array, w: CudaMatrix, norm: Array | None = None, eps: float = 0.0, *, act: int = 0,

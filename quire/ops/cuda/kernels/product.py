@@ -150,6 +150,61 @@ def product(
 
 
 @triton.jit
+def _activated(gate, up, ACT: tl.constexpr):
+    """act(gate) · up, with the very instructions of csrc."""
+    inner = gate
+    if ACT == 2:
+        inner = 1.5957691216057308 * tl.fma(gate * gate * gate, 0.044715, gate)
+    power = tl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [inner * -1.4426950408889634], dtype=tl.float32,
+        is_pure=True, pack=1,
+    )  # fmt: skip
+    return tl.div_rn(gate, 1.0 + power) * up
+
+
+@triton.jit
+def gated(
+    x, q, out, x_scales, n, n_rows, cols, slice_cols,
+    BR: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, ACT: tl.constexpr, SCALED: tl.constexpr,
+    EVEN: tl.constexpr,
+):  # fmt: skip
+    """act(gate) · up for a tile of rows of both and of tokens; up's rows follow gate's."""
+    rows = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    tokens = tl.program_id(1) * BT + tl.arange(0, BT)
+    row_inside, token_inside = rows < n_rows, tokens < n
+    gate, some_gate = tl.zeros([BR, BT], tl.float32), tl.zeros([BR, BT], tl.float32)
+    up, some_up = tl.zeros([BR, BT], tl.float32), tl.zeros([BR, BT], tl.float32)
+    left = slice_cols
+    for start in range(0, cols, BK):
+        k = start + tl.arange(0, BK)
+        inside, y_inside = row_inside[:, None], token_inside[None, :]
+        if not EVEN:
+            inside = inside & (k < cols)[None, :]
+            y_inside = y_inside & (k < cols)[:, None]
+        y = tl.load(x + tokens[None, :] * cols + k[:, None], mask=y_inside, other=0.0)
+        w = tl.load(q + rows[:, None] * cols + k[None, :], mask=inside, other=0.0)
+        some_gate = tl.dot(w, y, some_gate)
+        w = tl.load(q + (rows + n_rows)[:, None] * cols + k[None, :], mask=inside, other=0.0)
+        some_up = tl.dot(w, y, some_up)
+        left -= BK
+        if left == 0:
+            left = slice_cols
+            gate += some_gate
+            up += some_up
+            some_gate = tl.zeros([BR, BT], tl.float32)
+            some_up = tl.zeros([BR, BT], tl.float32)
+    gate += some_gate
+    up += some_up
+    if SCALED:
+        undo = tl.load(x_scales + tokens, mask=token_inside, other=0.0)[None, :]
+        gate *= undo
+        up *= undo
+    at = tokens.to(tl.int64)[None, :] * n_rows + rows[:, None]
+    value = _activated(gate, up, ACT).to(out.dtype.element_ty)
+    tl.store(out + at, value, mask=row_inside[:, None] & token_inside[None, :])
+
+
+@triton.jit
 def join(
     parts, out, bias, into, x_scales, n, fine_n, n_rows, stride, n_slices, BLOCK: tl.constexpr,
     SCALED: tl.constexpr, BIAS: tl.constexpr, INTO: tl.constexpr, FINE: tl.constexpr,
