@@ -82,8 +82,8 @@ class SharedExperts(Experts):
     def add_to(self, x: Array) -> None:
         """x += what the experts and the shared one make of it."""
         ops = self._ops
-        gate_up = ops.linear(x, self._shared_gate_up, self._norm, self._eps)
-        y = ops.linear(gate_up, self._shared_down, act=SILU_MUL)
+        weights = self._shared_gate_up, self._shared_down, self._norm
+        y = ops.network(x, *weights, self._eps, SILU_MUL)
         share = ops.linear(x, self._share, self._norm, self._eps)
         super().add_to(x)
         ops.add_gated(x, y, share)

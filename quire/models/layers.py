@@ -130,7 +130,7 @@ class Attention(_Attending):
         """x += attention(norm(x))."""
         ops = self._ops
         k, v = memory.offsets[self.layer]
-        y = ops.linear(x, self._qkv, self._norm, self._eps, 0, self._bias)
+        y = ops.linear(x, self._qkv, self._norm, self._eps, bias=self._bias)
         if self.reads is None:
             y = ops.attention(y, self._heads, memory.pages, rope, k, v)
         else:
@@ -190,9 +190,9 @@ class GatedNetwork:
     def add_to(self, x: Array) -> None:
         """x += network(norm(x))."""
         ops = self._ops
-        gate_up = ops.linear(x, self._gate_up, self._norm, self._eps)
+        weights = self._gate_up, self._down, self._norm
         if self._post_norm is None:
-            ops.linear(gate_up, self._down, act=self._act, into=x)
+            ops.network(x, *weights, self._eps, self._act, into=x)
         else:
-            y = ops.linear(gate_up, self._down, act=self._act)
+            y = ops.network(x, *weights, self._eps, self._act)
             ops.add_norm(x, y, self._post_norm, self._eps)

@@ -61,7 +61,7 @@ class ShortConv(_Recurring):
         """x += convolution(norm(x))."""
         ops = self._ops
         state, log = memory.offsets[self.layer]
-        inputs = ops.linear(x, self._enter, self._norm, self._eps, 0, self._enter_bias)
+        inputs = ops.linear(x, self._enter, self._norm, self._eps, bias=self._enter_bias)
         mixed = ops.recur(inputs, self.recurrent, memory.pages, state, log)
         ops.linear(mixed, self._out, bias=self._out_bias, into=x)
 
@@ -108,7 +108,7 @@ class Ssd(_Recurring):
         """x += recurrence(norm(x))."""
         ops, inner = self._ops, self._inner
         state, log = memory.offsets[self.layer]
-        mixed = ops.linear(x, self._enter, self._norm, self._eps, 0, self._enter_bias)
+        mixed = ops.linear(x, self._enter, self._norm, self._eps, bias=self._enter_bias)
         gate, inputs = ops.columns(mixed, 0, inner), ops.columns(mixed, inner, self._inputs)
         heads = ops.recur(inputs, self.recurrent, memory.pages, state, log)
         heads = ops.gated_norm(heads, gate, self.gated_norm, self._eps, self._row, True)

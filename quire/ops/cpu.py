@@ -101,6 +101,14 @@ class CpuOps:
         """What `pack` would hold for parts of these types, rows and columns."""
         return self.cpu.packed_bytes(list(parts))
 
+    def network(
+        self, x: Array, gate_up: Matrix, down: Matrix, norm: Array, eps: float, act: int,
+        into: Array | None = None,
+    ) -> Array:  # fmt: skip
+        """down · (act(gate) · up), with gate and up of rms_norm(x); added to `into` if given."""
+        linear = self.cpu.linear
+        return linear(linear(x, gate_up, norm, eps), down, None, 0.0, act, None, into)
+
     def rope(self, rope: Rope) -> RopeHandle:
         """The handle of a rotary embedding."""
         return RopeHandle(_cpu.Rope(rope.n_rot, rope.freqs, rope.neox, rope.mscale))

@@ -88,15 +88,24 @@ class MatrixOps(Protocol):
         """Rows of a matrix by id, times scale."""
 
     def linear(
-        self, x: Array, w: Matrix, norm: Array | None = None, eps: float = 0.0, act: int = 0,
+        self, x: Array, w: Matrix, norm: Array | None = None, eps: float = 0.0, *,
         bias: Array | None = None, into: Array | None = None,
     ) -> Array:  # fmt: skip
-        """w · prologue(x) + bias; added to `into` and returned when that is given."""
+        """w · x + bias, or of rms_norm(x); added to `into` and returned when that is given."""
 
     def linear_int16(self, x: Array, w: Matrix, norm: Array, eps: float) -> Array:
         """w · rms_norm(x) with 16 bits of each activation instead of 8.
 
         For the product that ends a model: nothing after it evens out its error.
+        """
+
+    def network(
+        self, x: Array, gate_up: Matrix, down: Matrix, norm: Array, eps: float, act: int,
+        into: Array | None = None,
+    ) -> Array:  # fmt: skip
+        """down · (act(gate) · up), with gate and up of rms_norm(x); added to `into` if given.
+
+        `gate_up` has the rows of gate, then as many of up.
         """
 
     def experts(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -85,6 +87,58 @@ def test_company_changes_no_bit(kind: GGMLType) -> None:
             same_bits(cuda().numpy(call(cuda().array(x[:n]), w, norm, 1e-5)), whole[:n])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kinds", [
+    (GGMLType.BF16, GGMLType.BF16), (GGMLType.F16, GGMLType.F32), (GGMLType.Q4_K, GGMLType.Q6_K),
+    (GGMLType.Q8_0, GGMLType.Q5_K),
+])  # fmt: skip
+@pytest.mark.parametrize("mixed", [False, True])
+def test_networks_have_one_result_per_token(kinds: tuple[GGMLType, GGMLType], mixed: bool) -> None:
+    """Layers one after the other, so that sums left to the next reader are read in every way."""
+    o, width, ffn = cuda(), 512, 1536
+    up = [part(kinds[0], ffn, width), part(kinds[1] if mixed else kinds[0], ffn, width, seed=1)]
+    gate_up, down = o.pack(up), o.pack([part(kinds[1], width, ffn)])
+    same = o.pack([part(kinds[0], width, width)])
+    norm, x = o.vector(np.full(width, 0.1, np.float32)), normal(200, width)
+
+    def run(rows: Floats) -> Floats:
+        total = o.array(rows)
+        for _ in range(2):
+            o.linear(o.linear(total, same, norm, 1e-5), same, into=total)
+            o.network(total, gate_up, down, norm, 1e-5, SILU_MUL, into=total)
+        return o.numpy(o.linear_int16(total, same, norm, 1e-5))
+
+    whole = run(x)
+    assert np.isfinite(whole).all()
+    for n in (1, 2, 4, 5, 16, 40, 64, 65):
+        same_bits(run(x[:n]), whole[:n])
+
+
+@pytest.mark.gpu
+def test_products_can_be_captured() -> None:
+    import torch
+
+    o = cuda()
+    w = o.pack([part(GGMLType.Q4_K, 512, 512)])
+    gate_up = o.pack([part(GGMLType.Q4_K, 1024, 512)])
+    norm = o.vector(np.ones(512, np.float32))
+    for n in (1, 16, 64, 100):
+        x = o.array(normal(n, 512))
+
+        def run(x: Any = x) -> Any:
+            y = o.linear(x, w, norm, 1e-5)
+            return o.network(y, gate_up, w, norm, 1e-5, SILU_MUL).values
+
+        want = run().clone()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = run()
+        found.zero_()
+        graph.replay()
+        assert torch.equal(found, want)
+
+
 def test_parts_of_several_types_with_bias_and_sum() -> None:
     kinds = (GGMLType.Q4_K, GGMLType.Q6_K, GGMLType.F32, GGMLType.F16)
     parts = [part(kind, rows, 256) for kind, rows in zip(kinds, (40, 24, 3, 70), strict=True)]
@@ -103,12 +157,18 @@ def test_parts_of_several_types_with_bias_and_sum() -> None:
 @pytest.mark.parametrize("act", [SILU_MUL, GELU_MUL])
 @pytest.mark.parametrize("kind", [GGMLType.F32, GGMLType.F16])
 def test_activations_even_where_they_are_huge(act: int, kind: GGMLType) -> None:
-    """silu(gate) · up beyond 65,504: no float16 of it may become infinite."""
-    parts = [part(kind, 33, 96)]
-    x = normal(4, 192) * np.array([[1], [50], [1000], [1e-4]], np.float32)
+    """act(gate) · up beyond 65,504: no float16 of it may become infinite."""
+    gate_up, down = [part(kind, 192, 64)], [part(kind, 33, 96)]
+    x = normal(4, 64) * np.array([[1], [50], [1000], [1e-4]], np.float32)
     got, want = (
-        o.numpy(o.linear(o.array(x), o.pack(parts), act=act)) for o in (cuda(), reference())
-    )
+        o.numpy(
+            o.network(
+                o.array(x), o.pack(gate_up), o.pack(down), o.vector(np.full(64, 50, np.float32)),
+                1.0, act,
+            )
+        )
+        for o in (cuda(), reference())
+    )  # fmt: skip
     for mine, theirs in zip(got, want, strict=True):
         close(mine, theirs, 2e-3 if kind is GGMLType.F16 else 1e-5)
 

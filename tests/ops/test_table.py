@@ -175,11 +175,30 @@ def test_products(ops: Ops, kind: GGMLType, n: int) -> None:
     )
     close(ops.numpy(ops.linear_int16(ops.array(x), w, ops.vector(weight), EPS)),
           norm(x, weight) @ values.T)  # fmt: skip
-    gated, into = normal(25, n, 2 * cols), normal(26, n, 20)
-    for kind_of_act in (SILU_MUL, GELU_MUL):
-        made = ops.array(into)
-        assert ops.linear(ops.array(gated), w, act=kind_of_act, into=made) is made
-        close(ops.numpy(made), into + act(kind_of_act, gated) @ values.T)
+    made, into = ops.array(normal(26, n, 20)), normal(26, n, 20)
+    assert ops.linear(ops.array(x), w, into=made) is made
+    close(ops.numpy(made), into + x @ values.T)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("which", [SILU_MUL, GELU_MUL])
+def test_networks(ops: Ops, kind: GGMLType, which: int) -> None:
+    width, inner = 64, 96
+    (gate, gates), (up, ups) = (part(kind, normal(seed, inner, width)) for seed in (40, 41))
+    down, downs = part(kind, normal(42, width, inner))
+    gate_up, last = ops.pack([gate, up]), ops.pack([down])
+    x, weight = normal(43, 5, width), normal(44, width)
+    middle = act(which, norm(x, weight) @ np.concatenate([gates, ups]).T)
+    given = gate_up, last, ops.vector(weight), EPS
+    close(ops.numpy(ops.network(ops.array(x), *given, which)), middle @ downs.T)
+    into = ops.array(x)
+    assert ops.network(into, *given, which, into=into) is into
+    close(ops.numpy(into), x + middle @ downs.T)
+    for wrong in ((gate_up, gate_up, *given[2:], which), (*given, 0), (*given, 3)):
+        with pytest.raises(Refused):
+            ops.network(ops.array(x), *wrong)
+    with pytest.raises(Refused):
+        ops.network(ops.array(x[:, 1:]), *given, which)
 
 
 def test_products_of_wrong_sizes_are_refused(ops: Ops) -> None:
@@ -188,9 +207,11 @@ def test_products_of_wrong_sizes_are_refused(ops: Ops) -> None:
     into = ops.array(np.zeros((2, 8), np.float32))
     wrong = ops.array(normal(29, 2, 33))
     calls: list[dict[str, Any]] = [
-        {"x": wrong}, {"norm": wrong}, {"bias": x}, {"into": wrong}, {"act": 3}, {"act": SILU_MUL},
-        {"norm": ops.vector(normal(30, 32)), "act": SILU_MUL, "x": ops.array(normal(31, 2, 64))},
-    ]  # fmt: skip
+        {"x": wrong},
+        {"norm": wrong},
+        {"bias": x},
+        {"into": wrong},
+    ]
     for call in calls:
         with pytest.raises(Refused):
             ops.linear(**{"x": x, "w": w, "into": into, **call})

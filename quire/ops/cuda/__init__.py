@@ -1,10 +1,13 @@
-"""The table of operations on an NVIDIA GPU, in Triton.
+"""The table of operations on an NVIDIA GPU, in Triton and CUDA C++.
 
     machine.py     where tensors live, and bytes by address
     driver.py      what the CUDA driver is asked for: devices, addresses, memory
-    arrays.py      formats.py matrices.py products.py attention.py recurrent.py pages.py
-                   sampling.py    the groups of the table: they check, then launch
-    kernels/       what is launched
+    arrays.py      products.py experts.py attention.py recurrent.py pages.py sampling.py
+                   the groups of the table: they check, then launch
+    formats.py     matrices.py    weights, as kernels read them
+    multiply.py    launch.py      which kernel a product takes
+    nvrtc.py       CUDA C++, compiled and launched
+    kernels/ csrc/ what is launched, in Triton and in CUDA C++
 
 Importing this imports torch and triton, so nobody does before a GPU is asked for.
 """
@@ -12,16 +15,16 @@ Importing this imports torch and triton, so nobody does before a GPU is asked fo
 from __future__ import annotations
 
 from quire.ops.cuda.attention import Attention
+from quire.ops.cuda.experts import Experts
 from quire.ops.cuda.machine import Machine
 from quire.ops.cuda.pages import PageWork
-from quire.ops.cuda.products import Matrices
 from quire.ops.cuda.recurrent import RecurrentLayers
 from quire.ops.cuda.sampling import Sampling
 
 __all__ = ["CudaOps", "Machine"]
 
 
-class CudaOps(Matrices, Attention, RecurrentLayers, PageWork, Sampling):
+class CudaOps(Experts, Attention, RecurrentLayers, PageWork, Sampling):
     """Operations on one GPU; `Machine(None)` runs its kernels in Triton's interpreter instead.
 
     Arrays are float32. What is multiplied has the type of the weight, or of K and V: 16 bits, and

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Protocol
 from weakref import WeakSet
 
 import numpy as np
@@ -14,31 +15,56 @@ from quire.ops.cuda.machine import Machine, OnDevice, need, power_of_two
 _WIDEST = 4096  # columns that a kernel over rows takes at a time
 
 
-class CudaArray:
-    """A float32 matrix on the GPU."""
+class Pending(Protocol):
+    """Slices of a product."""
 
-    __slots__ = ("__weakref__", "values")
+    def join(self, base: torch.Tensor) -> None:
+        """Adds them one after the other, then to `base` or over it."""
+
+
+class CudaArray:
+    """A float32 matrix on the GPU.
+
+    A product may leave its slices for the next reader to add: until then they are `pending`.
+    """
+
+    __slots__ = ("__weakref__", "base", "pending")
 
     def __init__(self, values: torch.Tensor) -> None:
-        self.values = values
+        self.base = values
+        """What the pending slices are added to, or written over; without any, the values."""
+        self.pending: Pending | None = None
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The values; what is pending is added first."""
+        if self.pending is not None:
+            self.pending.join(self.base)
+            self.pending = None
+        return self.base
 
     @property
     def shape(self) -> tuple[int, int]:
         """Rows and columns."""
-        rows, cols = self.values.shape
+        rows, cols = self.base.shape
         return rows, cols
 
     @property
     def nbytes(self) -> int:
         """Bytes of its values."""
-        return int(self.values.numel()) * 4
+        return int(self.base.numel()) * 4
+
+
+def array_of(x: Array) -> CudaArray:
+    """An array that this device made."""
+    if not isinstance(x, CudaArray):
+        raise TypeError(f"{type(x).__name__} is not an array of the GPU")
+    return x
 
 
 def values_of(x: Array) -> torch.Tensor:
     """The values of an array that this device made."""
-    if not isinstance(x, CudaArray):
-        raise TypeError(f"{type(x).__name__} is not an array of the GPU")
-    return x.values
+    return array_of(x).values
 
 
 def row_of(x: Array, count: int, what: str) -> torch.Tensor:

@@ -1,10 +1,12 @@
 """Weights as files hold them, turned into what the kernels multiply with.
 
-    dense    row-major, in the file's own type: float32, float16, bfloat16
-    int8     a byte per weight, and for each group a scale, and a minimum where the type has one
-    int4     the same with four bits; in each unit of columns a byte has one of each half
+    dense        row-major, in the file's own type: float32, float16, bfloat16
+    quantised    units of 16 rows × 64 columns, along a tile of 16 rows, then tile by tile
 
-A weight is level · scale + minimum, with scale and minimum in float16.
+A quantised weight is level · scale + minimum, scale and minimum in float16. A unit has its levels,
+of four or eight bits, in the order in which the lanes of a warp hold the operand of `mma`: lane
+(g, t) has rows g and g+8, columns 2t, 2t+1, 2t+8, 2t+9 of each 16. Then for each g come the scales
+(and minima) of rows g and g+8, group by group. Rows and columns are filled up with zeros.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ import torch
 
 Levels = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Levels [blocks, weights], scales [blocks, groups], minima of the same shape."""
+TILE, UNIT = 16, 64
+"""Rows and columns of a unit."""
 
 
 @dataclass(frozen=True)
@@ -34,23 +38,29 @@ class Format:
         """The type that tensor cores multiply."""
         return torch.float16 if self.bits else self.dtype
 
-    def unit(self, cols: int) -> int:
-        """Columns whose two halves share bytes."""
-        return 256 if cols % 256 == 0 else 64
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of a unit: levels, then scales and minima."""
+        scales = TILE * (UNIT // self.group) * (1 + self.minimum) * 2
+        return TILE * UNIT * self.bits // 8 + scales
 
-    def row_bytes(self, cols: int) -> int:
-        """Elements of a stored row."""
-        if self.bits != 4:
-            return cols
-        unit = self.unit(cols)
-        return -(-cols // unit) * unit // 2
+    @property
+    def native(self) -> str:
+        """Its name in csrc."""
+        if self.bits:
+            return f"Quantised<{self.bits},{self.group},{int(self.minimum)}>"
+        return {torch.float16: "Dense<Half>", torch.bfloat16: "Dense<Bfloat>"}[self.dtype]
+
+    def stored(self, rows: int, cols: int) -> tuple[int, int]:
+        """The shape of the stored tensor."""
+        if not self.bits:
+            return rows, cols
+        return -(-rows // TILE), -(-cols // UNIT) * self.unit_bytes
 
     def nbytes(self, rows: int, cols: int) -> int:
         """Bytes of so many rows."""
-        if not self.bits:
-            return rows * cols * int(self.dtype.itemsize)
-        scales = cols // self.group * 2 * (1 + self.minimum)
-        return rows * (self.row_bytes(cols) + scales)
+        first, second = self.stored(rows, cols)
+        return first * second * int(self.dtype.itemsize)
 
 
 INT8 = torch.int8
@@ -60,16 +70,16 @@ FORMATS: dict[int, Format] = {
     30: Format(0, dtype=torch.bfloat16),  # BF16
     2: Format(4, 32, True),  # Q4_0
     3: Format(4, 32, True),  # Q4_1
-    6: Format(8, 32, False, INT8),  # Q5_0
-    7: Format(8, 32, True, INT8),  # Q5_1
-    8: Format(8, 32, False, INT8),  # Q8_0
+    6: Format(8),  # Q5_0
+    7: Format(8, 32, True),  # Q5_1
+    8: Format(8),  # Q8_0
     10: Format(4, 16, True),  # Q2_K
     11: Format(4, 16, True),  # Q3_K
     12: Format(4, 32, True),  # Q4_K
-    13: Format(8, 32, True, INT8),  # Q5_K
-    14: Format(8, 16, False, INT8),  # Q6_K
-    20: Format(8, 32, False, INT8),  # IQ4_NL
-    23: Format(8, 32, False, INT8),  # IQ4_XS
+    13: Format(8, 32, True),  # Q5_K
+    14: Format(8, 16, False),  # Q6_K
+    20: Format(8),  # IQ4_NL
+    23: Format(8),  # IQ4_XS
 }
 """By ggml's number of a type."""
 _DENSE = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
@@ -82,25 +92,34 @@ def dense(data: torch.Tensor, kind: int, rows: int, cols: int) -> torch.Tensor:
 
 
 def levels(data: torch.Tensor, kind: int) -> Levels:
-    """The levels, scales and minima of a part's blocks."""
+    """The levels (of eight bits plus 128), scales and minima of a part's blocks."""
     size, read = _READERS[kind]
-    return read(data.view(-1, size))
+    level, scale, minimum = read(data.view(-1, size))
+    return (level.view(torch.uint8) + 128 if FORMATS[kind].bits == 8 else level), scale, minimum
 
 
-def nibbles(level: torch.Tensor, unit: int) -> torch.Tensor:
-    """Levels [rows, cols] as bytes: in each unit of columns, one of each half."""
+def tiles(
+    format: Format, level: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Units of levels [rows, cols], scales and minima [rows, groups]; rows fill whole tiles."""
     rows, cols = level.shape
-    padded = -(-cols // unit) * unit
-    if padded != cols:
-        level = torch.nn.functional.pad(level, (0, padded - cols))
-    halves = level.view(rows, padded // unit, 2, unit // 2)
-    return (halves[:, :, 0] | halves[:, :, 1] << 4).reshape(rows, padded // 2)
-
-
-def from_nibbles(bytes: torch.Tensor, unit: int, cols: int) -> torch.Tensor:
-    """The inverse of `nibbles`."""
-    units = bytes.view(len(bytes), -1, unit // 2)
-    return torch.cat([units & 15, units >> 4], 2).view(len(bytes), -1)[:, :cols]
+    units, groups = -(-cols // UNIT), UNIT // format.group
+    pad = torch.nn.functional.pad
+    level = pad(level, (0, units * UNIT - cols))
+    # row: half, g; column: unit, step of 16 (as two bits), half of it, t, one of two
+    level = level.view(-1, 2, 8, units, 2, 2, 2, 4, 2)
+    if format.bits == 4:
+        low, high = level.unbind(1)  # [tile, g, unit, step, step, half, t, one]
+        body = (low | high << 4).permute(0, 2, 1, 6, 3, 4, 7, 5)
+    else:
+        body = level.permute(0, 3, 4, 2, 7, 5, 6, 1, 8)
+    factors = [scale] if minimum is None else [scale, minimum]
+    tail = torch.stack(
+        [pad(each, (0, units * groups - each.shape[1])) for each in factors], 2
+    ).to(torch.float16)  # fmt: skip
+    tail = tail.view(-1, 2, 8, units, groups, len(factors)).permute(0, 3, 2, 4, 1, 5)
+    flat = body.reshape(len(body), units, -1), tail.reshape(len(tail), units, -1).view(torch.uint8)
+    return torch.cat(flat, 2).view(rows // TILE, -1)
 
 
 # ---- the blocks of each type, as quire.weights.quant reads them -------------------------------

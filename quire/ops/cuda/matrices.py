@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
 from quire.ops import Part
-from quire.ops.cuda.formats import FORMATS, Format, dense, from_nibbles, levels, nibbles
+from quire.ops.cuda.formats import FORMATS, TILE, UNIT, Format, dense, levels, tiles
+from quire.ops.cuda.kernels import product as kernels
 from quire.ops.cuda.machine import Machine, need
 
 _SLICES = 8
@@ -23,9 +25,9 @@ class Segment:
     cols: int
     part_rows: tuple[int, ...]
     q: torch.Tensor
-    """Levels or, of dense weights, the weights: [rows, row_bytes]."""
-    scales: torch.Tensor
-    minima: torch.Tensor
+    """Of dense weights [rows, cols], of others [tiles, bytes]; rows before the first part's too."""
+    first: int = 0
+    """The row of `q` at which the first part starts."""
 
     @property
     def rows(self) -> int:
@@ -38,28 +40,14 @@ class Segment:
         return self.format.nbytes(self.rows, self.cols)
 
     @property
-    def groups(self) -> int:
-        """Scales of a row."""
-        return self.cols // self.format.group if self.format.bits else 0
-
-    @property
     def slice_cols(self) -> int:
         """Columns that are summed on their own: a matter of the weight alone."""
-        unit = 256
-        return max(-(-self.cols // (_SLICES * unit)) * unit, unit)
+        return -(-self.cols // (_SLICES * UNIT)) * UNIT
 
-    def take(self, ids: torch.Tensor) -> torch.Tensor:
-        """Some of its rows, in float32."""
-        q = self.q.index_select(0, ids)
-        if not self.format.bits:
-            return q.float()
-        if self.format.bits == 4:
-            q = from_nibbles(q, self.format.unit(self.cols), self.cols)
-        value = q.reshape(len(ids), self.groups, -1).float()
-        value *= self.scales.index_select(0, ids).float()[..., None]
-        if self.format.minimum:
-            value += self.minima.index_select(0, ids).float()[..., None]
-        return value.to(self.format.multiply).float().view(len(ids), self.cols)
+    @property
+    def slices(self) -> int:
+        """How many of them there are: eight at most."""
+        return -(-self.cols // self.slice_cols)
 
 
 @dataclass(frozen=True)
@@ -91,58 +79,59 @@ def pack(parts: Sequence[Part], machine: Machine) -> CudaMatrix:
     need(parts, "a matrix needs at least one part")
     need(len({cols for _, _, cols, _ in parts}) == 1, "parts of several widths")
     need(all(rows > 0 and cols > 0 for _, rows, cols, _ in parts), "an empty part")
-    runs: list[list[Part]] = []
-    for part in parts:
-        if runs and format_of(runs[-1][0][0]) == format_of(part[0]):
-            runs[-1].append(part)
-        else:
-            runs.append([part])
+    runs = [list(run) for _, run in groupby(parts, key=lambda part: format_of(part[0]))]
     return CudaMatrix(tuple(_segment(run, machine) for run in runs), parts[0][2])
 
 
 def _segment(parts: list[Part], machine: Machine) -> Segment:
-    kind, cols = parts[0][0], parts[0][2]
-    format, rows = format_of(kind), sum(part[1] for part in parts)
-    q = machine.empty(rows, format.row_bytes(cols), dtype=format.dtype)
-    groups = cols // format.group if format.bits else 0
-    scales, minima = (
-        machine.empty(rows if wanted else 0, groups, dtype=torch.float16)
-        for wanted in (format.bits, format.minimum)
-    )
-    start = 0
+    cols, format = parts[0][2], format_of(parts[0][0])
+    rows = tuple(part[1] for part in parts)
+    q = machine.empty(*format.stored(sum(rows), cols), dtype=format.dtype)
+    if format.bits:
+        _fill_tiles(format, parts, q, machine)
+    else:
+        start = 0
+        for kind, raw, count in _chunks(parts, machine):
+            q[start : start + count].copy_(dense(raw, kind, count, cols))
+            start += count
+    return Segment(format, cols, rows, q)
+
+
+def _chunks(parts: list[Part], machine: Machine) -> Iterator[tuple[int, torch.Tensor, int]]:
+    """The type, bytes and count of some rows after the other, on the device."""
     for kind, count, _, data in parts:
         need(data.size > 0 and data.size % count == 0, f"a part of {data.size} bytes")
         row_bytes = data.size // count
-        step = max(_CHUNK // row_bytes, 1)
+        step = max(_CHUNK // row_bytes, TILE)
         for at in range(0, count, step):
             some = min(step, count - at)
-            raw = machine.upload(data[at * row_bytes : (at + some) * row_bytes])
-            to = slice(start + at, start + at + some)
-            _fill(format, kind, raw, some, cols, q[to], scales[to], minima[to])
-        start += count
-    return Segment(format, cols, tuple(part[1] for part in parts), q, scales, minima)
+            yield kind, machine.upload(data[at * row_bytes : (at + some) * row_bytes]), some
 
 
-def _fill(
-    format: Format, kind: int, raw: torch.Tensor, rows: int, cols: int, q: torch.Tensor,
-    scales: torch.Tensor, minima: torch.Tensor,
-) -> None:  # fmt: skip
-    """Writes some rows of a part where they belong."""
-    if not format.bits:
-        q.copy_(dense(raw, kind, rows, cols))
-        return
-    level, scale, minimum = levels(raw, kind)
-    level = level.reshape(rows, cols)
-    q.copy_(nibbles(level, format.unit(cols)) if format.bits == 4 else level)
-    scales.copy_(scale.reshape(rows, -1))
-    if minimum is not None:
-        minima.copy_(minimum.reshape(rows, -1))
+def _fill_tiles(format: Format, parts: list[Part], q: torch.Tensor, machine: Machine) -> None:
+    """Rows as tiles; a tile may have rows of two parts."""
+    held: list[torch.Tensor] = []  # levels, scales, minima of rows that fill no tile yet
+    done = 0
+    for kind, raw, count in _chunks(parts, machine):
+        made = [each.reshape(count, -1) for each in levels(raw, kind) if each is not None]
+        held = [torch.cat(two) for two in zip(held, made, strict=True)] if held else made
+        whole = len(held[0]) // TILE
+        if whole:
+            some = [each[: whole * TILE] for each in held]
+            q[done : done + whole] = tiles(format, *some)
+            done += whole
+        held = [each[whole * TILE :] for each in held]
+    if len(held[0]):
+        missing = TILE - len(held[0])
+        q[done:] = tiles(format, *(torch.nn.functional.pad(e, (0, 0, 0, missing)) for e in held))
 
 
 def packed_bytes(parts: Sequence[tuple[int, int, int]]) -> int:
     """What `pack` would hold for parts of these types, rows and columns."""
     need(all(rows > 0 and cols > 0 for _, rows, cols in parts), "an empty part")
-    return sum(format_of(kind).nbytes(rows, cols) for kind, rows, cols in parts)
+    runs = groupby(parts, key=lambda part: format_of(part[0]))
+    found = ((format, list(run)) for format, run in runs)
+    return sum(format.nbytes(sum(rows for _, rows, _ in run), run[0][2]) for format, run in found)
 
 
 def expert_segments(w: CudaMatrix, count: int, rows: int, cols: int) -> list[Segment]:
@@ -155,31 +144,20 @@ def expert_segments(w: CudaMatrix, count: int, rows: int, cols: int) -> list[Seg
         for at in range(0, len(sizes), count):
             mine = sizes[at : at + count]
             need(len(set(mine)) == 1, "experts of several sizes")
-            first = sum(sizes[:at])
-            part = slice(first, first + sum(mine))
-            found.append(
-                Segment(
-                    segment.format,
-                    cols,
-                    mine,
-                    segment.q[part],
-                    segment.scales[part],
-                    segment.minima[part],
-                )
-            )
+            found.append(Segment(segment.format, cols, mine, segment.q, sum(sizes[:at])))
     total = sum(segment.part_rows[0] for segment in found)
     need(total == rows, f"an expert has {total} rows, not {rows}")
     return found
 
 
-def embed(table: CudaMatrix, wanted: torch.Tensor, machine: Machine) -> torch.Tensor:
-    """Rows of a matrix by id, in float32."""
-    if len(table.segments) == 1:
-        return table.segments[0].take(wanted)
-    out, start = machine.empty(len(wanted), table.cols), 0
+def embed_ids(table: CudaMatrix, ids: torch.Tensor, scale: float, machine: Machine) -> torch.Tensor:
+    """Rows of a matrix by ids that lie on the device, times scale: nobody looks at the ids."""
+    out, start = machine.empty(len(ids), table.cols), 0
     for segment in table.segments:
-        inside = (wanted >= start) & (wanted < start + segment.rows)
-        mine = segment.take((wanted - start).clamp(0, segment.rows - 1))
-        out = torch.where(inside[:, None], mine, out)
+        f = segment.format
+        kernels.embed[(len(ids), -(-table.cols // 256))](
+            segment.q, ids, out, start, segment.rows, table.cols, scale, BITS=f.bits, GROUP=f.group,
+            MINIMUM=f.minimum, BLOCK=256, num_warps=2,
+        )  # fmt: skip
         start += segment.rows
     return out

@@ -1,8 +1,8 @@
 """Products of activations with weights, in an order of K that the weight alone decides.
 
 K is cut into at most eight slices. Each is summed in order, then the slices one after the other:
-in one program for many tokens, in parallel programs (`SPLIT`) and `join` for few. Tensor cores
-add K in order whatever the tile is, so one token has the same bits among any others.
+in one program for many tokens or rows, in parallel programs (`SPLIT`) and `join` for few. Tensor
+cores add K in order whatever the tile is, so one token has the same bits among any others.
 """
 
 from __future__ import annotations
@@ -13,79 +13,88 @@ import triton.language as tl
 
 @triton.jit
 def _levels(
-    q, scales, minima, rows, row_inside, start, cols, row_bytes, groups, BR: tl.constexpr,
-    N: tl.constexpr, HIGH: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr,
-    GROUP: tl.constexpr, MINIMUM: tl.constexpr, MULTIPLY: tl.constexpr,
+    q, rows, k, inside, cols, BITS: tl.constexpr, GROUP: tl.constexpr, MINIMUM: tl.constexpr
 ):  # fmt: skip
-    """Quantised weights of columns start … start+N-1 as values; of four bits, half a unit."""
-    k = start + tl.arange(0, N)
-    inside = row_inside[:, None] & (k < cols)[None, :]
+    """Quantised weights of rows and columns, one address each: as formats.py orders units."""
+    groups: tl.constexpr = 64 // GROUP
+    per: tl.constexpr = 1 + (1 if MINIMUM else 0)
+    levels: tl.constexpr = 128 * BITS
+    size: tl.constexpr = levels + 32 * groups * per
+    unit = (rows // 16 * ((cols + 63) // 64) + k // 64) * size
+    g, half = rows % 8, rows // 8 % 2
+    step, high, t, one = k // 16 % 4, k // 8 % 2, k % 8 // 2, k % 2
     if BITS == 4:
-        at = k // UNIT * (UNIT // 2) + k % (UNIT // 2)
-        bytes = tl.load(q + rows[:, None] * row_bytes + at[None, :], mask=inside, other=0)
-        level = (bytes >> 4).to(tl.float32) if HIGH else (bytes & 15).to(tl.float32)
+        at = unit + (g * 4 + t) * 16 + step * 4 + one * 2 + high
+        level = tl.load(q + at, mask=inside, other=0).to(tl.int32) >> (half * 4).to(tl.int32) & 15
     else:
-        at = rows[:, None] * row_bytes + k[None, :]
-        level = tl.load(q + at, mask=inside, other=0).to(tl.float32)
-    n_groups: tl.constexpr = N // GROUP
-    g = start // GROUP + tl.arange(0, n_groups)
-    at = rows[:, None] * groups + g[None, :]
-    inside = row_inside[:, None] & (g < groups)[None, :]
-    value = tl.reshape(level, [BR, n_groups, GROUP])
-    value *= tl.load(scales + at, mask=inside, other=0.0).to(tl.float32)[:, :, None]
+        at = step // 2 * 512 + (g * 4 + t) * 16 + step % 2 * 8 + high * 4 + half * 2 + one
+        level = tl.load(q + unit + at, mask=inside, other=0).to(tl.int32) - 128
+    factors = (q + unit + levels).to(tl.pointer_type(tl.float16))
+    factors += ((g * groups + k % 64 // GROUP) * 2 + half) * per
+    value = level.to(tl.float32) * tl.load(factors, mask=inside, other=0.0).to(tl.float32)
     if MINIMUM:
-        value += tl.load(minima + at, mask=inside, other=0.0).to(tl.float32)[:, :, None]
-    return tl.reshape(value, [BR, N]).to(MULTIPLY)
+        value += tl.load(factors + 1, mask=inside, other=0.0).to(tl.float32)
+    return value.to(tl.float16)
 
 
 @triton.jit
-def _step(
-    total, x, x_rows, x_inside, q, scales, minima, rows, row_inside, start, cols, row_bytes, groups,
-    BR: tl.constexpr, N: tl.constexpr, HIGH: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr,
-    GROUP: tl.constexpr, MINIMUM: tl.constexpr, MULTIPLY: tl.constexpr,
+def embed(
+    q, ids, out, first, n_rows, cols, scale, BITS: tl.constexpr, GROUP: tl.constexpr,
+    MINIMUM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Adds the products of N columns."""
-    k = start + tl.arange(0, N)
-    k_inside = k < cols
-    if BITS == 0:
-        inside = row_inside[:, None] & k_inside[None, :]
-        w = tl.load(q + rows[:, None] * row_bytes + k[None, :], mask=inside, other=0.0)
-        w = w.to(MULTIPLY)
-    else:
-        w = _levels(
-            q, scales, minima, rows, row_inside, start, cols, row_bytes, groups, BR, N, HIGH, BITS,
-            UNIT, GROUP, MINIMUM, MULTIPLY,
-        )  # fmt: skip
-    at = x_rows[None, :] * cols + k[:, None]
-    y = tl.load(x + at, mask=k_inside[:, None] & x_inside[None, :], other=0.0).to(MULTIPLY)
-    return tl.dot(w, y, total, input_precision="ieee")
-
-
-@triton.jit
-def _slice(
-    x, x_rows, x_inside, q, scales, minima, rows, row_inside, first, last, cols, row_bytes, groups,
-    BR: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr,
-    GROUP: tl.constexpr, MINIMUM: tl.constexpr, MULTIPLY: tl.constexpr,
-):  # fmt: skip
-    """The sum over columns first … last-1, in order: [rows, tokens]."""
-    total = tl.zeros([BR, BT], tl.float32)
-    for start in range(first, last, BK):
-        if BITS == 4:
-            half: tl.constexpr = BK // 2
-            total = _step(
-                total, x, x_rows, x_inside, q, scales, minima, rows, row_inside, start, cols,
-                row_bytes, groups, BR, half, False, BITS, UNIT, GROUP, MINIMUM, MULTIPLY,
-            )  # fmt: skip
-            total = _step(
-                total, x, x_rows, x_inside, q, scales, minima, rows, row_inside, start + half,
-                cols, row_bytes, groups, BR, half, True, BITS, UNIT, GROUP, MINIMUM, MULTIPLY,
-            )  # fmt: skip
+    """A row by its id, times scale, if it is one of first … first + n_rows - 1."""
+    i = tl.program_id(0).to(tl.int64)
+    row = tl.load(ids + i).to(tl.int64) - first
+    if (row >= 0) & (row < n_rows):
+        k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = k < cols
+        if BITS == 0:
+            value = tl.load(q + row * cols + k, mask=inside)
         else:
-            total = _step(
-                total, x, x_rows, x_inside, q, scales, minima, rows, row_inside, start, cols,
-                row_bytes, groups, BR, BK, False, BITS, UNIT, GROUP, MINIMUM, MULTIPLY,
-            )  # fmt: skip
-    return total
+            rows = tl.zeros([BLOCK], tl.int64) + row
+            value = _levels(q, rows, k, inside, cols, BITS, GROUP, MINIMUM)
+        tl.store(out + i * cols + k, value.to(tl.float32) * scale, mask=inside)
+
+
+@triton.jit
+def _sum(
+    x, x_rows, x_inside, rest_rows, q, rows, row_inside, first, last, cols, slice_cols,
+    BR: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    MINIMUM: tl.constexpr, MULTIPLY: tl.constexpr, FINE: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Sums over columns first … last-1, slice by slice: [rows, tokens]; FINE: and of the rest.
+
+    One loop over all slices, so that loads run ahead from one to the next.
+    """
+    total, some = tl.zeros([BR, BT], tl.float32), tl.zeros([BR, BT], tl.float32)
+    rest, some_rest = tl.zeros([BR, BT], tl.float32), tl.zeros([BR, BT], tl.float32)
+    left = slice_cols
+    for start in range(first, last, BK):
+        k = start + tl.arange(0, BK)
+        if EVEN:
+            inside, y_inside = row_inside[:, None], x_inside[None, :]
+        else:
+            inside = row_inside[:, None] & (k < last)[None, :]
+            y_inside = x_inside[None, :] & (k < last)[:, None]
+        if BITS == 0:
+            w = tl.load(q + rows[:, None] * cols + k[None, :], mask=inside, other=0.0)
+        else:
+            w = _levels(q, rows[:, None], k[None, :], inside, cols, BITS, GROUP, MINIMUM)
+        w = w.to(MULTIPLY)
+        y = tl.load(x + x_rows[None, :] * cols + k[:, None], mask=y_inside, other=0.0)
+        some = tl.dot(w, y.to(MULTIPLY), some, input_precision="ieee")
+        if FINE:
+            y = tl.load(x + rest_rows[None, :] * cols + k[:, None], mask=y_inside, other=0.0)
+            some_rest = tl.dot(w, y.to(MULTIPLY), some_rest, input_precision="ieee")
+        left -= BK
+        if left == 0:
+            left = slice_cols
+            total += some
+            some = tl.zeros([BR, BT], tl.float32)
+            if FINE:
+                rest += some_rest
+                some_rest = tl.zeros([BR, BT], tl.float32)
+    return total + some, rest + some_rest
 
 
 @triton.jit
@@ -107,38 +116,92 @@ def _finish(
 
 @triton.jit
 def product(
-    x, q, scales, minima, out, bias, into, x_scales, n, n_rows, cols, row_bytes, groups, stride,
-    slice_cols,
-    BR: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr,
-    GROUP: tl.constexpr, MINIMUM: tl.constexpr, MULTIPLY: tl.constexpr, SPLIT: tl.constexpr,
-    SCALED: tl.constexpr, BIAS: tl.constexpr, INTO: tl.constexpr,
+    x, q, out, bias, into, x_scales, n, n_rows, cols, stride, slice_cols,
+    BR: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    MINIMUM: tl.constexpr, MULTIPLY: tl.constexpr, SPLIT: tl.constexpr, FINE: tl.constexpr,
+    EVEN: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, INTO: tl.constexpr,
 ):  # fmt: skip
     """w · x for a tile of weight rows and tokens; with SPLIT one slice of it, into `out` as is."""
     rows = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     tokens = tl.program_id(1) * BT + tl.arange(0, BT)
     row_inside, token_inside = rows < n_rows, tokens < n
+    part = tl.program_id(2)
+    first = part * slice_cols
+    total, rest = _sum(
+        x, tokens, token_inside, tokens + n, q, rows, row_inside, first,
+        tl.minimum(first + slice_cols, cols) if SPLIT else cols, cols, slice_cols, BR, BT, BK, BITS,
+        GROUP, MINIMUM, MULTIPLY, FINE, EVEN,
+    )  # fmt: skip
     if SPLIT:
-        part = tl.program_id(2)
-        first = part * slice_cols
-        total = _slice(
-            x, tokens, token_inside, q, scales, minima, rows, row_inside, first,
-            tl.minimum(first + slice_cols, cols), cols, row_bytes, groups, BR, BT, BK, BITS, UNIT,
-            GROUP, MINIMUM, MULTIPLY,
-        )  # fmt: skip
-        at = (part * n + tokens).to(tl.int64)[None, :] * n_rows + rows[:, None]
-        tl.store(out + at, total, mask=row_inside[:, None] & token_inside[None, :])
+        inside = row_inside[:, None] & token_inside[None, :]
+        per: tl.constexpr = 2 if FINE else 1
+        at = (part * n * per + tokens).to(tl.int64)[None, :] * n_rows + rows[:, None]
+        tl.store(out + at, total, mask=inside)
+        if FINE:
+            at = (part * n * per + n + tokens).to(tl.int64)[None, :] * n_rows + rows[:, None]
+            tl.store(out + at, rest, mask=inside)
     else:
-        total = tl.zeros([BR, BT], tl.float32)
-        for first in range(0, cols, slice_cols):
-            total += _slice(
-                x, tokens, token_inside, q, scales, minima, rows, row_inside, first,
-                tl.minimum(first + slice_cols, cols), cols, row_bytes, groups, BR, BT, BK, BITS,
-                UNIT, GROUP, MINIMUM, MULTIPLY,
-            )  # fmt: skip
+        if FINE:
+            total += rest
         _finish(
             total, out, bias, into, x_scales, tokens, token_inside, rows, row_inside, stride,
             SCALED, BIAS, INTO,
         )  # fmt: skip
+
+
+@triton.jit
+def _activated(gate, up, ACT: tl.constexpr):
+    """act(gate) · up, with the very instructions of csrc."""
+    inner = gate
+    if ACT == 2:
+        inner = 1.5957691216057308 * tl.fma(gate * gate * gate, 0.044715, gate)
+    power = tl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [inner * -1.4426950408889634], dtype=tl.float32,
+        is_pure=True, pack=1,
+    )  # fmt: skip
+    return tl.div_rn(gate, 1.0 + power) * up
+
+
+@triton.jit
+def gated(
+    x, q, out, x_scales, n, n_rows, cols, slice_cols,
+    BR: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, ACT: tl.constexpr, SCALED: tl.constexpr,
+    EVEN: tl.constexpr,
+):  # fmt: skip
+    """act(gate) · up for a tile of rows of both and of tokens; up's rows follow gate's."""
+    rows = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    tokens = tl.program_id(1) * BT + tl.arange(0, BT)
+    row_inside, token_inside = rows < n_rows, tokens < n
+    gate, some_gate = tl.zeros([BR, BT], tl.float32), tl.zeros([BR, BT], tl.float32)
+    up, some_up = tl.zeros([BR, BT], tl.float32), tl.zeros([BR, BT], tl.float32)
+    left = slice_cols
+    for start in range(0, cols, BK):
+        k = start + tl.arange(0, BK)
+        inside, y_inside = row_inside[:, None], token_inside[None, :]
+        if not EVEN:
+            inside = inside & (k < cols)[None, :]
+            y_inside = y_inside & (k < cols)[:, None]
+        y = tl.load(x + tokens[None, :] * cols + k[:, None], mask=y_inside, other=0.0)
+        w = tl.load(q + rows[:, None] * cols + k[None, :], mask=inside, other=0.0)
+        some_gate = tl.dot(w, y, some_gate)
+        w = tl.load(q + (rows + n_rows)[:, None] * cols + k[None, :], mask=inside, other=0.0)
+        some_up = tl.dot(w, y, some_up)
+        left -= BK
+        if left == 0:
+            left = slice_cols
+            gate += some_gate
+            up += some_up
+            some_gate = tl.zeros([BR, BT], tl.float32)
+            some_up = tl.zeros([BR, BT], tl.float32)
+    gate += some_gate
+    up += some_up
+    if SCALED:
+        undo = tl.load(x_scales + tokens, mask=token_inside, other=0.0)[None, :]
+        gate *= undo
+        up *= undo
+    at = tokens.to(tl.int64)[None, :] * n_rows + rows[:, None]
+    value = _activated(gate, up, ACT).to(out.dtype.element_ty)
+    tl.store(out + at, value, mask=row_inside[:, None] & token_inside[None, :])
 
 
 @triton.jit
@@ -171,32 +234,11 @@ def join(
 
 
 @triton.jit
-def expand(
-    q, scales, minima, out, n_rows, cols, row_bytes, groups, BR: tl.constexpr, BK: tl.constexpr,
-    BITS: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, MINIMUM: tl.constexpr,
-):  # fmt: skip
-    """Quantised weights as the very float16 that products make of them."""
-    rows = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
-    inside = rows < n_rows
-    halves: tl.constexpr = 2 if BITS == 4 else 1
-    size: tl.constexpr = BK // halves
-    for half in tl.static_range(halves):
-        start = tl.program_id(1) * BK + half * size
-        value = _levels(
-            q, scales, minima, rows, inside, start, cols, row_bytes, groups, BR, size, half == 1,
-            BITS, UNIT, GROUP, MINIMUM, tl.float16,
-        )  # fmt: skip
-        k = start + tl.arange(0, size)
-        at = rows[:, None] * cols + k[None, :]
-        tl.store(out + at, value, mask=inside[:, None] & (k < cols)[None, :])
-
-
-@triton.jit
 def routed(
-    x, q, scales, minima, out, x_scales, tile_expert, tile_pairs, divide, n_rows, cols, row_bytes,
-    groups, stride, slice_cols,
-    BR: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr,
-    GROUP: tl.constexpr, MINIMUM: tl.constexpr, MULTIPLY: tl.constexpr, SCALED: tl.constexpr,
+    x, q, out, x_scales, tile_expert, tile_pairs, divide, first_row, n_rows, cols, stride,
+    slice_cols,
+    BR: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    MINIMUM: tl.constexpr, MULTIPLY: tl.constexpr, SCALED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """The same for pairs of a token and an expert; a tile has pairs of one expert, or none.
 
@@ -210,14 +252,11 @@ def routed(
         x_rows = tl.maximum(pairs, 0) // divide
         mine = tl.program_id(0) * BR + tl.arange(0, BR)
         row_inside = mine < n_rows
-        rows = expert * n_rows + mine
-        total = tl.zeros([BR, BT], tl.float32)
-        for first in range(0, cols, slice_cols):
-            total += _slice(
-                x, x_rows, pair_inside, q, scales, minima, rows, row_inside, first,
-                tl.minimum(first + slice_cols, cols), cols, row_bytes, groups, BR, BT, BK, BITS,
-                UNIT, GROUP, MINIMUM, MULTIPLY,
-            )  # fmt: skip
+        rows = first_row + expert * n_rows + mine
+        total, _ = _sum(
+            x, x_rows, pair_inside, x_rows, q, rows, row_inside, 0, cols, cols, slice_cols, BR, BT,
+            BK, BITS, GROUP, MINIMUM, MULTIPLY, False, EVEN,
+        )  # fmt: skip
         if SCALED:
             total *= tl.load(x_scales + x_rows, mask=pair_inside, other=0.0)[None, :]
         at = pairs.to(tl.int64)[None, :] * stride + mine[:, None]

@@ -85,10 +85,24 @@ class Matrices(Arrays):
         return self.new(matrices.embed(matrix_of(table).values, ids, scale))
 
     def linear(
-        self, x: Array, w: Matrix, norm: Array | None = None, eps: float = 0.0, act: int = 0,
+        self, x: Array, w: Matrix, norm: Array | None = None, eps: float = 0.0, *,
         bias: Array | None = None, into: Array | None = None,
     ) -> Array:  # fmt: skip
-        """w · prologue(x) + bias; added to `into` and returned when that is given."""
+        """w · x + bias, or of rms_norm(x); added to `into` and returned when that is given."""
+        return self._linear(x, w, norm, eps, 0, bias, into)
+
+    def network(
+        self, x: Array, gate_up: Matrix, down: Matrix, norm: Array, eps: float, act: int,
+        into: Array | None = None,
+    ) -> Array:  # fmt: skip
+        """down · (act(gate) · up), with gate and up of rms_norm(x); added to `into` if given."""
+        need(act in (1, 2), f"act {act} is unknown")
+        return self._linear(self.linear(x, gate_up, norm, eps), down, None, 0.0, act, None, into)
+
+    def _linear(
+        self, x: Array, w: Matrix, norm: Array | None, eps: float, act: int, bias: Array | None,
+        into: Array | None,
+    ) -> Array:  # fmt: skip
         need(act in (0, 1, 2) and not (act and norm), f"act {act} beside a norm, or unknown")
         cols = 2 * w.cols if act else w.cols
         need(x.shape[1] == cols, f"x of shape {x.shape} where {cols} columns are needed")

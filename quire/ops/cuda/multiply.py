@@ -1,0 +1,162 @@
+"""Products of activations with weights: who launches them, and in which shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.ops.cuda import launch
+from quire.ops.cuda.arrays import Arrays, CudaArray, block_of
+from quire.ops.cuda.formats import Format
+from quire.ops.cuda.kernels import product as kernels
+from quire.ops.cuda.kernels import rows as row_kernels
+from quire.ops.cuda.launch import SOME, Prepared, Slices
+from quire.ops.cuda.machine import power_of_two
+from quire.ops.cuda.matrices import Segment
+
+_FULL = 200
+"""Programs that keep a large GPU busy: with fewer, slices do run in parallel."""
+MULTIPLY = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Where a segment's products go, and what is added to them."""
+
+    out: torch.Tensor
+    bias: torch.Tensor | None
+    into: bool
+    """Added to what `out` holds."""
+
+
+def tile_of(w: Segment, tokens: int) -> dict[str, Any]:
+    """The shape of a product's tiles: which one makes no difference to any bit."""
+    size = {"BR": 64, "BT": min(power_of_two(tokens, 16), 64), "BK": 64}
+    how = {"num_warps": 4, "num_stages": 4}
+    if w.format.multiply is torch.float32:
+        size["BK"], how["num_stages"] = 32, 2
+    elif w.format.bits:
+        how["num_stages"] = 2
+    elif tokens > SOME:
+        size, how = {"BR": 128, "BT": 128, "BK": 64}, {"num_warps": 8, "num_stages": 3}
+    return size | how | {"EVEN": w.cols % size["BK"] == 0}
+
+
+def gated_tile_of(w: Segment, tokens: int) -> dict[str, Any]:
+    """The same for products that have gate and up: of rows there are twice as many."""
+    if tokens > SOME:
+        size, how = {"BR": 64, "BT": 128, "BK": 64}, {"num_warps": 8, "num_stages": 3}
+    else:
+        size = {"BR": 64, "BT": min(power_of_two(tokens, 16), 64), "BK": 64}
+        how = {"num_warps": 4, "num_stages": 4}
+    return size | how | {"EVEN": w.cols % size["BK"] == 0}
+
+
+class Multiplying(Arrays):
+    """Activations in 16 bits, and their products with the segments of a matrix."""
+
+    exact_batches = True
+    """Whether a token has the same bits in every batch; if not, prompts take torch's products."""
+
+    def prepare(
+        self, x: CudaArray, cols: int, norm: torch.Tensor | None, eps: float, act: int,
+        kind: torch.dtype, fine: bool = False,
+    ) -> Prepared:  # fmt: skip
+        """Activations in the type that a weight is multiplied in."""
+        n = x.shape[0]
+        fine = fine and kind is not torch.float32
+        if kind is torch.float32 and norm is None and not act:
+            return Prepared(x.values, x.values, n, False)
+        values = self.machine.empty(n * (1 + fine), cols, dtype=self.machine.half(kind))
+        scales = self.machine.empty(n)
+        if self.machine.interpreted:
+            row_kernels.prepare[(n,)](
+                x.values, x.values if norm is None else norm, values, scales, n, cols, eps,
+                NORM=norm is not None, ACT=act, SCALED=kind is torch.float16, FINE=fine,
+                BLOCK=block_of(cols),
+            )  # fmt: skip
+            return Prepared(values, scales, n, fine)
+        joined, total = None, None
+        if isinstance(x.pending, Slices) and not (act or fine or kind is torch.float32):
+            total = self.machine.empty(*x.shape)
+            joined = x.pending.arguments(x.base, total)
+        rows = x.values if joined is None else x.base
+        launch.prepare(self.machine, rows, norm, eps, act, fine, values, scales, joined)
+        if total is not None:
+            x.base, x.pending = total, None
+        return Prepared(values, scales, n, fine)
+
+    def product(self, x: Prepared, w: Segment, to: Sum) -> Slices | None:
+        """One segment's columns of the output; what is returned is still to be added."""
+        if w.format.bits and not self.machine.interpreted:
+            if x.n <= SOME:
+                return launch.product_some(self.machine, x, w, to.out, to.bias, to.into)
+            w = self._expanded(w)
+        if not self.exact_batches and x.n > SOME and self._library(x, w, to):
+            return None
+        tile = tile_of(w, x.n)
+        programs = triton.cdiv(w.rows, tile["BR"])
+        if x.n <= SOME and programs < _FULL and w.slices > 1:
+            return self._in_slices(x, w, to, tile)
+        self._launch(x, w, to.out, to, tile, False)
+        return None
+
+    def gated(self, x: Prepared, w: Segment, act: int, kind: torch.dtype) -> torch.Tensor:
+        """act(gate) · up of a segment that has the rows of both, in this type."""
+        rows = w.rows // 2
+        out = self.machine.empty(x.n, rows, dtype=kind)
+        if w.format.bits:
+            if x.n <= SOME:
+                launch.product_some(self.machine, x, w, out, act=act)
+                return out
+            w = self._expanded(w)
+        tile = gated_tile_of(w, x.n)
+        kernels.gated[(triton.cdiv(rows, tile["BR"]), triton.cdiv(x.n, tile["BT"]))](
+            x.values, w.q, out, x.scales, x.n, rows, w.cols, w.slice_cols, ACT=act,
+            SCALED=x.scaled, **tile,
+        )  # fmt: skip
+        return out
+
+    def _expanded(self, w: Segment) -> Segment:
+        """For many tokens: quantised weights unpacked once, instead of by every tile."""
+        values = self.machine.empty(w.rows, w.cols, dtype=torch.float16)
+        launch.expand(self.machine, w, values)
+        return Segment(Format(0, dtype=torch.float16), w.cols, (w.rows,), values)
+
+    def _library(self, x: Prepared, w: Segment, to: Sum) -> bool:
+        """By torch's product, if it has this one."""
+        if self.machine.interpreted or x.fine or w.format.dtype is torch.float32 or w.first:
+            return False
+        values = torch.mm(x.values, w.q.T, out_dtype=torch.float32)
+        Slices(self.machine, values[None], x, to.bias, to.into).join(to.out)
+        return True
+
+    def _in_slices(self, x: Prepared, w: Segment, to: Sum, tile: dict[str, Any]) -> Slices | None:
+        """Slices in parallel, to be added one after the other."""
+        parts = self.machine.empty(w.slices, len(x.values), w.rows)
+        self._launch(x, w, parts, to, tile, True)
+        if not self.machine.interpreted:
+            return Slices(self.machine, parts, x, to.bias, to.into)
+        out, bias, block = to.out, to.bias, 128
+        kernels.join[(triton.cdiv(w.rows, block), x.n)](
+            parts, out, out if bias is None else bias, out, x.scales, x.n, len(x.values), w.rows,
+            out.stride(0), w.slices, BLOCK=block, FINE=x.fine, INTO=to.into,
+            BIAS=bias is not None, SCALED=x.scaled, num_warps=1,
+        )  # fmt: skip
+        return None
+
+    def _launch(
+        self, x: Prepared, w: Segment, out: torch.Tensor, to: Sum, tile: dict[str, Any], split: bool
+    ) -> None:
+        f, bias = w.format, to.bias
+        grid = triton.cdiv(w.rows, tile["BR"]), triton.cdiv(x.n, tile["BT"]), 1
+        kernels.product[(*grid[:2], w.slices if split else 1)](
+            x.values, w.q, out, out if bias is None else bias, out, x.scales, x.n, w.rows, w.cols,
+            out.stride(-2), w.slice_cols, BITS=f.bits, GROUP=f.group, MINIMUM=f.minimum,
+            MULTIPLY=MULTIPLY[self.machine.half(f.multiply)], SPLIT=split, FINE=x.fine,
+            SCALED=x.scaled, BIAS=bias is not None, INTO=to.into, **tile,
+        )  # fmt: skip

@@ -1,0 +1,105 @@
+"""CUDA C++ compiles for every architecture, without a GPU, and keeps its values in registers."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from quire.ops.cuda import nvrtc
+from quire.ops.cuda.formats import FORMATS
+from quire.ops.cuda.launch import SOME_STAGES, STAGES
+
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+NATIVE = sorted({f.native: f for f in FORMATS.values() if f.bits or f.dtype.itemsize == 2}.items())
+pytestmark = pytest.mark.skipif(not nvrtc.has_compiler(), reason="there is no NVRTC")
+
+
+def sections(code: bytes) -> Iterator[tuple[str, int, bytes]]:
+    """The name, `info` field and bytes of each section of an ELF file."""
+    table, size, count, names = (
+        struct.unpack_from("<Q", code, 40)[0],
+        *struct.unpack_from("<HHH", code, 58),
+    )
+    heads = [struct.unpack_from("<IIQQQQII", code, table + i * size) for i in range(count)]
+    start = heads[names][4]
+    for name, _, _, _, at, length, _, info in heads:
+        text = code[start + name : code.index(b"\0", start + name)].decode()
+        yield text, info, code[at : at + length]
+
+
+def registers(code: bytes) -> dict[str, int]:
+    """By kernel."""
+    return {n[6:]: info >> 24 for n, info, _ in sections(code) if n.startswith(".text.")}
+
+
+def stack(code: bytes) -> int:
+    """The largest frame of any kernel: where values lie that found no register."""
+    found = 0
+    for name, _, info in sections(code):
+        at = 0
+        while name == ".nv.info" and at < len(info):
+            form, attribute, size = struct.unpack_from("<BBH", info, at)
+            if form == 4 and attribute == 0x11:
+                found = max(found, struct.unpack_from("<I", info, at + 8)[0])
+            at += 4 + (size if form == 4 else 0)
+    return found
+
+
+def compiled(files: list[str], architecture: str, **defines: object) -> bytes:
+    return nvrtc.compile_source(nvrtc.source_of(["common", *files]), architecture, defines)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_rows(architecture: str) -> None:
+    found = registers(compiled(["rows"], architecture))
+    assert set(found) >= {"prepare_half", "prepare_bfloat", "prepare_float", "join"}
+    assert max(found.values()) <= 128
+
+
+@pytest.mark.parametrize(("name", "format"), NATIVE)
+def test_products_of_few_tokens(name: str, format: object) -> None:
+    bits = 4 if "<4" in name else 8 if "<8" in name else 0
+    stages, blocks = STAGES[bits][0]
+    code = compiled(["few"], "sm_90", WEIGHTS=name, STAGES=stages, BLOCKS=blocks)
+    found = registers(code)
+    assert set(found) == {"few", "few_normed", "few_gated"}
+    assert max(found.values()) <= 65536 // (256 * blocks)
+    assert stack(code) <= 64
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_other_architectures(architecture: str) -> None:
+    for name in ("Dense<Bfloat>", "Quantised<4,32,1>"):
+        compiled(["few"], architecture, WEIGHTS=name, STAGES=5, BLOCKS=2)
+    compiled(["expand"], architecture, WEIGHTS="Quantised<8,16,0>")
+    compiled(["some"], architecture, WEIGHTS="Quantised<4,32,1>", TILES=2, TOKENS=16, STAGES=4,
+             BLOCKS=2)  # fmt: skip
+
+
+@pytest.mark.parametrize("tokens", sorted(SOME_STAGES))
+def test_products_of_some_tokens(tokens: int) -> None:
+    stages, blocks = SOME_STAGES[tokens]
+    given = {"TOKENS": tokens, "STAGES": stages, "BLOCKS": blocks, "TILES": 2}
+    code = compiled(["some"], "sm_90", WEIGHTS="Quantised<4,32,1>", **given)
+    assert set(registers(code)) == {"some_slice", "some_whole", "some_gated"}
+    assert stack(code) == 0
+
+
+def test_what_was_compiled_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = nvrtc.compiled(("common", "expand"), "sm_90", {"WEIGHTS": "Quantised<4,32,1>"})
+    kept = list((tmp_path / "quire" / "kernels").iterdir())
+    assert [path.suffix for path in kept] == [".cubin"] and kept[0].read_bytes() == first
+    monkeypatch.setattr(nvrtc, "compile_source", None)  # not asked again
+    again = nvrtc.compiled(("common", "expand"), "sm_90", {"WEIGHTS": "Quantised<4,32,1>"})
+    assert again == first
+    with pytest.raises(TypeError):
+        nvrtc.compiled(("common", "expand"), "sm_80", {"WEIGHTS": "Quantised<4,32,1>"})
+
+
+def test_mistakes_are_shown() -> None:
+    with pytest.raises(nvrtc.CompileError, match="nothing"):
+        nvrtc.compile_source("nothing", "sm_90", {})
