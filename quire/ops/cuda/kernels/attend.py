@@ -193,8 +193,8 @@ def decode(
         tl.debug_barrier()
     m, d, e = tl.arange(0, BM), tl.arange(0, DKP), tl.arange(0, DVP)
     valid = m < group
-    at = row + ((head * group + m) * DK)[:, None]
-    x = turned(at, valid[:, None], q_norm, rope, d, eps, DK, N_ROT, NEOX, Q_NORM).to(MULTIPLY)
+    heads = row + ((head * group + m) * DK)[:, None]
+    x = turned(heads, valid[:, None], q_norm, rope, d, eps, DK, N_ROT, NEOX, Q_NORM).to(MULTIPLY)
     begin = tl.maximum(mine * SPAN, (low + shift) // BN * BN)
     most, mass, part = _span(
         x, tl.zeros([BM], tl.int32) + place, base, tables + seq * table_cols, begin,
