@@ -19,11 +19,13 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
+import triton
 from numpy.typing import NDArray
 
 from quire.ops import Array, Int32, Sampler
 from quire.ops.batch import Batch, GroupPages
 from quire.ops.cuda.arrays import values_of
+from quire.ops.cuda.kernels import rows as kernels
 from quire.ops.cuda.machine import Machine, OnDevice, power_of_two
 from quire.ops.cuda.paged import Paged, PageShape, page_columns, shape_of
 from quire.ops.cuda.sampling import drawing, race_keys, sampler_of
@@ -105,7 +107,10 @@ class Clock:
 
 
 class Stage:
-    """Pinned memory that integers pass through, to the GPU and back, while it computes."""
+    """Pinned memory that integers pass through, to the GPU and back, while it computes.
+
+    Kernels copy: between two graphs they take a tenth of what the copy engines' hand-over does.
+    """
 
     _DEPTH = 4
 
@@ -130,7 +135,7 @@ class Stage:
             self._up[self._turn] = held
         pinned, event = held
         _joined(columns, pinned.numpy())
-        into.copy_(pinned[: len(into)], non_blocking=True)
+        _carry(pinned, into, len(into))
         event.record()
 
     def fetch(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
@@ -142,9 +147,13 @@ class Stage:
             held = torch.empty(max(len(ids), 512), dtype=torch.int32, pin_memory=True)
             self._down[self._turn] = held
         event = torch.cuda.Event()
-        held[: len(ids)].copy_(ids, non_blocking=True)
+        _carry(ids, held, len(ids))
         event.record()
         return held, event
+
+
+def _carry(source: torch.Tensor, target: torch.Tensor, n: int) -> None:
+    kernels.carry[(triton.cdiv(n, 1024),)](source, target, n, BLOCK=1024)
 
 
 def _joined(columns: Sequence[NDArray[Any]], into: NDArray[np.int32]) -> NDArray[np.int32]:

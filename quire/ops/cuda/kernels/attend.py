@@ -86,7 +86,7 @@ def _span(
     return most, tl.max(mass, 1), part
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "table_cols", "position_cols", "window"])
 def attend(
     q, out, parts, tops, masses, base, tables, first, length,
     positions, slot_positions, tile_row, tile_count, tile_seq, n, table_cols, position_cols,
@@ -148,7 +148,7 @@ def attend(
         tl.store(out + query[:, None] * DV + e[None, :], result, mask=stored)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "table_cols", "window"])
 def decode(
     qkv, out, parts, tops, masses, arrived, base, tables, first, length, slots, positions, q_norm,
     k_norm, rope, n, table_cols, page_bytes, k_offset, v_offset, stride, eps, scale, softcap,
@@ -235,7 +235,7 @@ def decode(
         tl.store(out + query[:, None] * DV + e[None, :], result, mask=stored)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_queries", "n_spans"])
 def merge_splits(
     out, parts, tops, masses, n_queries, n_spans, DV: tl.constexpr, DVP: tl.constexpr,
     BM: tl.constexpr,

@@ -131,3 +131,10 @@ def prepare(
         if FINE:
             rest = (y - rounded.to(tl.float32)).to(out.dtype.element_ty)
             tl.store(out + (row + n) * cols + at, rest, mask=inside)
+
+
+@triton.jit(do_not_specialize=["n"])
+def carry(source, target, n, BLOCK: tl.constexpr):
+    """Copies integers between the device and pinned memory of the host, which kernels reach."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(target + at, tl.load(source + at, mask=at < n), mask=at < n)
