@@ -72,6 +72,11 @@ class CpuOps:
         return "lanes16"
 
     @property
+    def folds_at_positions(self) -> bool:
+        """No: tokens are replayed, so where a log was folded changes no bit."""
+        return False
+
+    @property
     def compute_bytes(self) -> int:
         """Bytes held for arrays."""
         return self.cpu.arena_bytes

@@ -186,6 +186,10 @@ class PageOps(Protocol):
     def page_layout(self) -> str:
         """A name for the order of bytes inside pages and logs; pages of one name are the same."""
 
+    @property
+    def folds_at_positions(self) -> bool:
+        """Whether outputs have equal bits only if logs are folded at multiples of their length."""
+
     def copy_pages(self, base: int, page_bytes: int, sources: Int32, targets: Int32) -> None:
         """Copies whole pages; no target may be a source, or a target twice."""
 

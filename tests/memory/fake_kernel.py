@@ -33,6 +33,7 @@ class FakeOps:
     """The operations that a device needs for work on pages."""
 
     page_layout = "plain"
+    folds_at_positions = False
 
     def copy_pages(
         self, base: int, page_bytes: int, sources: NDArray[np.int32], targets: NDArray[np.int32]

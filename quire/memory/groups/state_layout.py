@@ -21,7 +21,7 @@ class RecurrentSpec:
     log_bytes: int
     """Bytes of one token's raw inputs to one layer."""
     log_tokens: int = 16
-    """Tokens in the log before it is folded into the state."""
+    """Tokens in the log before it is folded into the state; on some devices at multiples of it."""
     kind: Literal["recurrent"] = field(default="recurrent", init=False)
 
     def __post_init__(self) -> None:
@@ -77,8 +77,3 @@ class StateLayout:
     def layers(self) -> tuple[int, ...]:
         """Every layer that reads this memory."""
         return self.spec.layers
-
-    @property
-    def tail_tokens(self) -> int:
-        """Entries that a scan leaves in the log: half of it, so that as many can follow."""
-        return self.spec.log_tokens // 2
