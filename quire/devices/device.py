@@ -70,6 +70,36 @@ class PageWork:
         self.moves.setdefault(group, []).append(rows)
 
 
+class Copy(Protocol):
+    """A copy between device and host that was started."""
+
+    def wait(self) -> None:
+        """Until it is done."""
+
+    def seconds(self) -> float | None:
+        """How long it took; None while it is under way."""
+
+
+class Copier(Protocol):
+    """Copies between a device's pages and the host while both go on with other things.
+
+    A copy comes after all that the device was told before it, and before all that it is told
+    after: no page is read too early, or written too soon.
+    """
+
+    def room(self, size: int) -> Bytes:
+        """Host memory that is copied at full speed; MemoryError if there is none."""
+
+    def free(self, room: Bytes) -> None:
+        """Returns a room."""
+
+    def out(self, rooms: Sequence[Bytes], pages: Sequence[int]) -> Copy:
+        """Starts to copy pages, by their addresses, into rooms."""
+
+    def back(self, rooms: Sequence[Bytes], pages: Sequence[int]) -> Copy:
+        """Starts to copy rooms into pages."""
+
+
 class Backing(ABC):
     """The bytes behind the pages of one pool: one range of addresses, memory where it is needed.
 
@@ -81,6 +111,8 @@ class Backing(ABC):
     """Where page 0 starts, as the device's kernels address it."""
     gives_back: bool
     """Whether memory that was taken can be given back before `close`."""
+    copier: Copier | None = None
+    """What copies its pages by itself, on devices that have memory of their own."""
 
     @abstractmethod
     def back(self, low: int, high: int) -> None:
@@ -168,6 +200,8 @@ class Device(ABC):
 
     granularity: int
     """Bytes of a granule: what is handed out and taken back."""
+    copier: Copier | None = None
+    """What copies its pages by itself, if it has memory of its own."""
 
     def __init__(self, name: str, budget: Budget, ops: Ops) -> None:
         self.name = name
