@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 
 from quire.memory.groups.state_append import Mode, choose_at_positions
 from quire.ops import Ops, Refused
+from quire.ops.cuda.recurrent import state_places
+from quire.ops.cuda.recurrent_rows import CudaStates, StateShape, state_columns
 from tests.cuda.sides import GPU, Bytes, close, cuda, reference, same_bits
 
 Floats = NDArray[np.float32]
@@ -121,7 +123,7 @@ def test_matches_the_reference(case: str) -> None:
 class Line:
     """One sequence on the GPU, whose logs are folded where positions say."""
 
-    def __init__(self, case: str, pages: int = PAGES) -> None:
+    def __init__(self, case: str) -> None:
         self.side = Side(cuda(), CASES[case])
         self.state, self.position, self.log, self.length = -1, 0, -1, 0
 
@@ -236,6 +238,28 @@ def test_padding_writes_nothing() -> None:
         assert (out == 0).all()
         np.testing.assert_array_equal(side.states.read(), before[0])
         np.testing.assert_array_equal(side.logs.read(), before[1])
+
+
+def test_a_shape_that_is_filled_up_computes_the_same() -> None:
+    """What fills up a captured step writes nothing, whoever is beside it."""
+    for case in ("delta", "conv"):
+        found = []
+        for more in (0, 3):
+            side = Side(cuda(), CASES[case])
+            rows = [(-1, -1, -1, 0, 1, 0), (-1, 2, -1, 0, 3, 2)]
+            seq_rows, x = np.repeat([0, 1], [1, 7]).astype(np.int32), inputs(8, side.layer.in_cols)
+            view, ops = side.view(rows), side.ops
+            shape = StateShape(8 + more, 2 + more, True)
+            columns = ops.machine.upload_all(state_columns(view, seq_rows, shape))
+            assert [len(column) for column in columns] == shape.sizes
+            places = state_places(view, side.states.base, side.logs.base)
+            padded = ops.array(np.concatenate([x, np.full((more, x.shape[1]), np.nan, np.float32)]))
+            states: Any = CudaStates(places, shape, columns)
+            out = ops.numpy(ops.recur(padded, side.layer, states, side.state_at, side.log_at))
+            assert (out[8:] == 0).all()
+            found.append((out[:8], side.states.read(), side.logs.read()))
+        for alone, filled in zip(*found, strict=True):
+            same_bits(alone, filled)
 
 
 def test_a_long_run_does_not_drift() -> None:

@@ -20,6 +20,7 @@ from quire.ops.cuda.recurrent_rows import (
     need_placed,
     run,
     state_columns,
+    state_shape,
 )
 
 
@@ -84,9 +85,9 @@ class RecurrentLayers(Arrays):
     def states(self, view: StateTables, state_base: int, log_base: int, seq_rows: Int32) -> States:
         """One recurrent group's states and logs as the kernels of a step see them."""
         need_states(view, seq_rows)
-        columns = self.machine.upload_all(state_columns(view, seq_rows))
-        places = state_places(view, state_base, log_base)
-        return States(CudaStates(places, columns, bool((view.state_out >= 0).any())))
+        shape = state_shape(view, seq_rows)
+        columns = self.machine.upload_all(state_columns(view, seq_rows, shape))
+        return States(CudaStates(state_places(view, state_base, log_base), shape, columns))
 
     def recur(
         self, x: Array, layer: Recurrent, states: States, state_offset: int, log_offset: int
@@ -94,7 +95,7 @@ class RecurrentLayers(Arrays):
         """Takes tokens into their logs or states, and returns the layer's outputs."""
         assert isinstance(states, CudaStates)
         mine, at = layer_of(layer), states.places
-        shape = states.n_tokens, mine.in_cols
+        shape = states.shape.tokens, mine.in_cols
         need(x.shape == shape, f"recur: x is {x.shape} where {shape} is needed")
         need_placed(
             mine, state_offset, at.state_bytes, log_offset, at.log_bytes, at.log_stride,

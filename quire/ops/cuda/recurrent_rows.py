@@ -129,13 +129,31 @@ class Places:
         return self.state_bytes // 4, self.log_bytes // 4, self.log_stride // 4
 
 
-def state_columns(view: StateTables, seq_rows: Int32) -> list[Int32]:
-    """What kernels are told of a step: eight numbers for each sequence, three for each token.
+@dataclass(frozen=True)
+class StateShape:
+    """How large a step is: padding included, so that a captured one serves several."""
 
-    Their sizes follow from those of the batch alone, so a captured step can be given others.
-    """
+    tokens: int
+    seqs: int
+    """More than there are where there are more tokens: padding is a sequence too."""
+    scans: bool
+    """Whether any log is folded in this step."""
+
+    @property
+    def sizes(self) -> list[int]:
+        """Of the columns that kernels are told."""
+        return [self.seqs] * 8 + [self.tokens] * 3
+
+
+def state_shape(view: StateTables, seq_rows: Int32) -> StateShape:
+    """The shape of a step as it is."""
+    return StateShape(len(seq_rows), len(view.state_in), bool((view.state_out >= 0).any()))
+
+
+def state_columns(view: StateTables, seq_rows: Int32, shape: StateShape) -> list[Int32]:
+    """What kernels are told of a step: eight numbers for each sequence, three for each token."""
     n, tokens = len(view.state_in), np.arange(len(seq_rows), dtype=np.int32)
-    count = np.bincount(seq_rows, minlength=n).astype(np.int32)
+    count = np.bincount(seq_rows, minlength=n)
     starts = np.concatenate([[True], np.diff(seq_rows) != 0])
     first = np.zeros(n, np.int32)
     first[seq_rows[starts]] = tokens[starts]
@@ -150,7 +168,20 @@ def state_columns(view: StateTables, seq_rows: Int32) -> list[Int32]:
         first, count, view.state_in, view.log_in, view.log_length, view.state_out, end, view.room,
         seq_rows, page, slot,
     )  # fmt: skip
-    return [np.ascontiguousarray(column, np.int32) for column in columns]
+    # One sequence of padding has all tokens of padding, others have none.
+    spare = shape.tokens - len(tokens)
+    assert shape.seqs > n or not spare, "padding needs a sequence"
+    fill = (len(tokens), 0, -1, -1, 0, -1, -1, 1, n, -1, 0)
+    made = [_filled(*each) for each in zip(columns, shape.sizes, fill, strict=True)]
+    made[0][n:], made[1][n : n + 1] = min(len(tokens), shape.tokens - 1), spare
+    return made
+
+
+def _filled(column: Int32, size: int, value: int) -> Int32:
+    """A column, and a value up to its size."""
+    made = np.full(size, value, np.int32)
+    made[: len(column)] = column
+    return made
 
 
 @dataclass(frozen=True)
@@ -158,19 +189,8 @@ class CudaStates:
     """One group's states and logs in one step, over `state_columns` on the device."""
 
     places: Places
+    shape: StateShape
     columns: Sequence[torch.Tensor]
-    scans: bool
-    """Whether any log is folded in this step."""
-
-    @property
-    def n_seqs(self) -> int:
-        """Sequences, padding included."""
-        return len(self.columns[0])
-
-    @property
-    def n_tokens(self) -> int:
-        """New tokens, padding included."""
-        return len(self.columns[-1])
 
 
 def run(
@@ -180,12 +200,12 @@ def run(
     """Takes new tokens through a layer: outputs, states, logs and tails."""
     first, count, state_in, log_in, length, state_out, end, room, seq, page, slot = states.columns
     words = states.places.words
-    mixed = machine.empty(states.n_tokens, layer.channels)
+    mixed = machine.empty(states.shape.tokens, layer.channels)
     gated = layer.kind == "conv"
     keys = layer.k_heads * layer.dk
     key_start = keys if layer.kind == "delta" else layer.heads * layer.dv
     for start, stop, size in _blocks(layer):
-        kernels.mix[(states.n_tokens, triton.cdiv(stop - start, size))](
+        kernels.mix[(states.shape.tokens, triton.cdiv(stop - start, size))](
             x, mixed, layer.weight, layer.weight if layer.bias is None else layer.bias,
             *states.places.bases, first, state_in, log_in, length, state_out, end, seq, page, slot,
             state_at // 4, log_at // 4, *words, layer.in_cols, layer.channels, start, stop, size,
@@ -195,14 +215,14 @@ def run(
         )  # fmt: skip
     if gated:
         return mixed
-    out = machine.empty(states.n_tokens, layer.out_cols)
-    kernels.recur[(layer.programs, states.n_seqs)](
+    out = machine.empty(states.shape.tokens, layer.out_cols)
+    kernels.recur[(layer.programs, states.shape.seqs)](
         x, mixed, out, layer.a, layer.dt_bias, layer.d, *states.places.bases, first, count,
         state_in, log_in, length, state_out, end, room, page, slot,
         state_at // 4 + layer.tail_words, log_at // 4, *words, layer.in_cols, layer.channels,
         *layer.dt_limits, states.places.log_tokens, **layer.shape,
         LOG=power_of_two(states.places.log_tokens, 16), DELTA=layer.kind == "delta",
-        SCAN=states.scans, num_warps=4,
+        SCAN=states.shape.scans, num_warps=4,
     )  # fmt: skip
     return out
 
