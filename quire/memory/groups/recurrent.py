@@ -77,10 +77,7 @@ class RecurrentGroup(Group[StateTable]):
         return StateTable(state, table.position, log, table.log_length)
 
     def faults(self, table: StateTable) -> list[str]:
-        log_tokens = self.layout.log_tokens
-        if self._pools.at_positions:  # a log ends where the next state would be
-            log_tokens -= table.position % log_tokens
-        return audit_state(table, log_tokens)
+        return audit_state(table, self.layout.log_tokens)
 
     # -- growing --------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
@@ -53,8 +53,8 @@ def choose_at_positions(
     token can always be taken back; and a draft of up to `log_tokens` tokens crosses one multiple
     at most, with the log before it kept as long as the draft may be taken back.
 
-    A state that was converted from another device may be of any position; its log ends at the
-    next multiple all the same.
+    A state that was converted from another device may be of any position: its log ends at the next
+    multiple all the same, or is folded as it is before anything follows (`StatePools.odd`).
     """
     start = position + log_length
     last = start + count - 1
@@ -84,6 +84,11 @@ class StatePools:
             return choose_at_positions(position, log_length, count, log_tokens)
         return choose(log_length, count, log_tokens)
 
+    def odd(self, table: StateTable) -> bool:
+        """Whether a log goes on behind a multiple, as those from other devices may."""
+        room = self.layout.log_tokens - table.position % self.layout.log_tokens
+        return self.at_positions and table.log_length > room
+
     def can_append(self, seq: int, table: StateTable) -> bool:
         """Whether the sequence may write behind the end of its log, once there is room."""
         return table.log >= 0 and self.logs.may_append(table.log, table.log_length, seq)
@@ -94,19 +99,23 @@ class StatePools:
         A replaced page that nobody else holds serves again from the next micro-batch on.
         """
         position, length = table.position, table.log_length
-        writable = self.can_append(seq, table)
+        odd, writable = self.odd(table), self.can_append(seq, table)
+        if odd:
+            position, length, writable = position + length, 0, False
         states = _Supply(table.state >= 0 and int(self.states.refs[table.state]) == 1)
         logs = _Supply(table.log >= 0 and int(self.logs.refs[table.log]) == 1)
         for count in counts:
             mode, tail = self.choose(position, length, count)
             copied = mode in (Mode.APPEND, Mode.CROSS) and not writable
-            if mode is not Mode.APPEND:
-                states.replace(1)
-                position, length = position + length + count - tail, 0
+            if odd or mode is not Mode.APPEND:
+                states.replace(odd + (mode is not Mode.APPEND))
             fresh = copied + (mode is not Mode.APPEND and tail > 0)
-            if fresh or mode is not Mode.APPEND:
+            if odd or fresh or mode is not Mode.APPEND:
                 logs.replace(fresh)
-            length, writable = length + tail, length + tail > 0
+            if mode is not Mode.APPEND:
+                position, length = position + length + count - tail, 0
+            length, odd = length + tail, False
+            writable = length > 0
         return states.needed, logs.needed
 
     def need_of_all(self, parts: Sequence[Sequence[Wanted[StateTable]]]) -> tuple[int, int]:
@@ -145,10 +154,12 @@ class Step:
     seq: int
     table: StateTable
     count: int
-    mode: Mode
-    tail: int
-    """How many of them are in the log."""
     before: StateTable
+    mode: Mode = Mode.APPEND
+    tail: int = 0
+    """How many of them are in the log."""
+    start: StateTable = field(default_factory=StateTable)
+    """The sequence before them, once an odd log is folded."""
     kept: int = -1
     """The log page that a crossing has filled."""
 
@@ -182,9 +193,12 @@ class StateAppend(GroupAppend[StateTable]):
     ) -> StateView:
         rows: list[tuple[int, ...]] = []
         for seq, table, count in part:
-            mode, tail = self._pools.choose(table.position, table.log_length, count)
-            step = Step(seq, table, count, mode, tail, table.copy())
+            step = Step(seq, table, count, table.copy())
             self._steps.append(step)
+            if self._pools.odd(table):
+                self._fold(table, 0, work)
+            step.start = table.copy()
+            step.mode, step.tail = self._pools.choose(table.position, table.log_length, count)
             self._take_in(step, work)
             rows.append(_row(step, self._pools.layout.log_tokens))
         columns = np.array(rows, np.int32).T.copy()
@@ -194,18 +208,23 @@ class StateAppend(GroupAppend[StateTable]):
 
     def _take_in(self, step: Step, work: PageWork) -> None:
         """Makes room for new tokens. Interrupted anywhere, `undo` takes it back."""
-        table, pools = step.table, self._pools
+        table = step.table
         if step.mode in (Mode.APPEND, Mode.CROSS):
             filled = step.count if step.mode is Mode.APPEND else step.count - step.tail
             self._lengthen(step, filled, work)
-        if step.mode is Mode.APPEND:
-            return
-        state_in, log, n = table.state, table.log, table.log_length
-        step.kept = log if step.mode is Mode.CROSS else -1
-        _replace_state(table, step.before.next_position + step.count - step.tail, self.states)
-        _replace_log(table, step.tail, self.logs)
         if step.mode is Mode.FOLD:
-            work.fold(pools.layout.spec.name, state_in, log, n, table.state)
+            self._fold(table, step.count, work)
+        elif step.mode is not Mode.APPEND:
+            step.kept = table.log if step.mode is Mode.CROSS else -1
+            _replace_state(table, step.start.next_position + step.count - step.tail, self.states)
+            _replace_log(table, step.tail, self.logs)
+
+    def _fold(self, table: StateTable, count: int, work: PageWork) -> None:
+        """The log becomes part of a new state, and a new log has room for so many tokens."""
+        state_in, log, n = table.state, table.log, table.log_length
+        _replace_state(table, table.next_position, self.states)
+        _replace_log(table, count, self.logs)
+        work.fold(self._pools.layout.spec.name, state_in, log, n, table.state)
 
     def _lengthen(self, step: Step, count: int, work: PageWork) -> None:
         """So many entries more in the log, or in a copy of it where others hold it too."""
@@ -256,11 +275,11 @@ class StateAppend(GroupAppend[StateTable]):
 
     def _stay_before(self, step: Step, kept: int) -> None:
         """No token past the fold stays: the state before it again, and the log that was filled."""
-        table, before = step.table, step.before
-        _put_back(table.state, before.state, self.states)
+        table, start = step.table, step.start
+        _put_back(table.state, start.state, self.states)
         _put_back(table.log, step.kept, self.logs)
-        length = before.log_length + kept
-        table.become(StateTable(before.state, before.position, step.kept, length))
+        length = start.log_length + kept
+        table.become(StateTable(start.state, start.position, step.kept, length))
 
     def _undo(self, step: Step) -> None:
         table, before = step.table, step.before
@@ -271,15 +290,14 @@ class StateAppend(GroupAppend[StateTable]):
 
 def _row(step: Step, log_tokens: int) -> tuple[int, ...]:
     """One sequence in the view, column by column."""
-    table, before = step.table, step.before
-    room = log_tokens - (before.position if step.mode is not Mode.FOLD else 0) % log_tokens
-    if step.mode is Mode.SCAN:
-        state, log, length = before.state, before.log, before.log_length
-        return state, table.state, log, length, table.log, step.tail, -1, room
-    if step.mode is Mode.CROSS:
-        length = before.log_length
-        log = step.kept if length else -1
-        return before.state, table.state, log, length, table.log, step.tail, step.kept, room
+    table, start = step.table, step.start
+    position = start.next_position if step.mode is Mode.FOLD else start.position
+    room = log_tokens - position % log_tokens
+    if step.mode in (Mode.SCAN, Mode.CROSS):
+        length = start.log_length
+        own = start.log if step.mode is Mode.SCAN else step.kept
+        log = own if length else -1
+        return start.state, table.state, log, length, table.log, step.tail, step.kept, room
     length = table.log_length - step.count
     return table.state, -1, table.log if length else -1, length, table.log, 0, -1, room
 
