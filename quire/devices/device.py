@@ -150,6 +150,12 @@ Replays the raw inputs of entries 0 … n-1 of each log one by one, in float32, 
 `state_in` (-1: the zero state) and writes the result to page `state_out`, in all layers."""
 
 
+Derive = Callable[[int, int, Any, Int32, Int32, Int32], None]
+"""derive(state_base, log_base, layout, state_in, log, n_entries), by ids of pages.
+
+Computes what the first entries of logs have besides raw inputs, which are all that is there."""
+
+
 @dataclass(frozen=True)
 class GroupKernels:
     """What can be done with the pages of one group, besides computing tokens with them.
@@ -161,6 +167,7 @@ class GroupKernels:
     rotate: Rotate | None = None
     move: Move | None = None
     fold: Fold | None = None
+    derive: Derive | None = None
 
 
 @dataclass(frozen=True)
@@ -272,6 +279,12 @@ class Device(ABC):
         pages = np.array([page for page, _ in turned], np.int32)
         deltas = np.stack([deltas for _, deltas in turned])
         bound.kernels.rotate(bound.bases[0], bound.layout, pages, deltas)
+
+    def derive(self, group: str, rows: list[tuple[int, int, int]]) -> None:
+        """Completes logs that have raw inputs alone: state page, log page and entries of each."""
+        bound = self._groups[group]
+        if bound.kernels.derive is not None:
+            bound.kernels.derive(*bound.bases, bound.layout, *_columns(rows))
 
     # -- what kernels of a step see ---------------------------------------------------------------
 

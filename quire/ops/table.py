@@ -217,6 +217,19 @@ class PageOps(Protocol):
         """
 
 
+    def state_parts(self, layer: Recurrent) -> tuple[int, int, int, int, int, int] | None:
+        """Floats of a convolution's tail, heads, dk, dv, floats of a token's raw inputs and of what
+        is derived from them; None where pages are in the order of CPUs, which others know.
+        """
+
+    def derive(
+        self, layers: Sequence[Recurrent], offsets: Sequence[tuple[int, int]],
+        state_base: int, state_page_bytes: int, log_base: int, log_page_bytes: int, log_stride: int,
+        state_in: Int32, log: Int32, n_entries: Int32,
+    ) -> None:  # fmt: skip
+        """Completes the first entries of log pages, which have raw inputs alone, in all layers."""
+
+
 class SamplingOps(Protocol):
     """From logits to tokens."""
 

@@ -14,10 +14,12 @@ from quire.ops.cuda.recurrent_rows import (
     CudaLayer,
     CudaStates,
     Places,
+    StateShape,
     fold,
     layer_of,
     layers_of,
     need_placed,
+    raw_inputs,
     run,
     state_columns,
     state_shape,
@@ -125,6 +127,33 @@ class RecurrentLayers(Arrays):
             columns = self.machine.upload_all([state_in, log, n_entries, state_out])
             sizes = state_base, state_page_bytes, log_base, log_page_bytes, log_stride
             fold(mine[0], Places(*sizes, most), self._uploaded(offsets), columns)
+
+    def state_parts(self, layer: Recurrent) -> tuple[int, int, int, int, int, int]:
+        """What a layer's state and its entries in logs are made of."""
+        mine = layer_of(layer)
+        derived = mine.log_bytes // 4 - mine.raw_cols
+        return mine.tail_words, mine.heads, mine.dk, mine.dv, mine.raw_cols, derived
+
+    def derive(
+        self, layers: Sequence[Recurrent], offsets: Sequence[tuple[int, int]],
+        state_base: int, state_page_bytes: int, log_base: int, log_page_bytes: int, log_stride: int,
+        state_in: Int32, log: Int32, n_entries: Int32,
+    ) -> None:  # fmt: skip
+        """Completes entries of logs: their raw inputs are computed as new tokens."""
+        sizes = state_base, state_page_bytes, log_base, log_page_bytes, log_stride
+        places, n = Places(*sizes, int(n_entries.max(initial=1))), len(log)
+        rows = np.repeat(np.arange(n, dtype=np.int32), n_entries)
+        none, zero = np.full(n, -1, np.int32), np.zeros(n, np.int32)
+        ahead = np.arange(len(rows)) - (np.cumsum(n_entries) - n_entries)[rows]
+        first = np.cumsum(n_entries) - n_entries
+        told = (first, n_entries, state_in, none, zero, none, none, n_entries, rows, log[rows],
+                ahead)  # fmt: skip
+        columns = self.machine.upload_all([column.astype(np.int32) for column in told])
+        states = CudaStates(places, StateShape(len(rows), n, False), columns)
+        for layer, (state_at, log_at) in zip(layers_of(layers), offsets, strict=True):
+            if layer.kind != "conv":
+                x = raw_inputs(self.machine, layer, states, log_at)
+                run(self.machine, layer, states, state_at, log_at, x)
 
     def _uploaded(self, offsets: Sequence[tuple[int, int]]) -> torch.Tensor:
         """Floats at which states start, then logs, by layer: the same in every fold of a group."""

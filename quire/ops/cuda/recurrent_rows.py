@@ -227,6 +227,19 @@ def run(
     return out
 
 
+def raw_inputs(
+    machine: Machine, layer: CudaLayer, states: CudaStates, log_at: int
+) -> torch.Tensor:
+    """Raw inputs of tokens that are in logs already, where they will be written again."""
+    x = machine.empty(states.shape.tokens, layer.in_cols)
+    _, words, stride = states.places.words
+    kernels.raw_inputs[(states.shape.tokens, triton.cdiv(layer.in_cols, _KEPT))](
+        x, states.places.log_base, *states.columns[-2:], log_at // 4, words, stride, layer.in_cols,
+        BLOCK=_KEPT,
+    )  # fmt: skip
+    return x
+
+
 def _blocks(layer: CudaLayer) -> list[tuple[int, int, int]]:
     """Channels from, to, and how many at a time: those that are brought to length 1 by heads."""
     keys = 2 * layer.k_heads * layer.dk

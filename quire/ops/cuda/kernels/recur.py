@@ -312,3 +312,16 @@ def fold_tail(
             log_stride, tail, known, WIDTH, False,
         )  # fmt: skip
         tl.store(kept + j * channels + c, value, mask=c < channels)
+
+
+@triton.jit
+def raw_inputs(
+    x, logs, row_page, row_slot, log_at, log_words, log_stride, cols, BLOCK: tl.constexpr
+):
+    """Raw inputs of tokens, from where they are in logs."""
+    row = tl.program_id(0)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    slot = log_at + tl.load(row_slot + row) * log_stride
+    entry = _at(logs, tl.load(row_page + row), log_words, slot)
+    value = tl.load(entry + c, mask=c < cols, other=0.0)
+    tl.store(x + row.to(tl.int64) * cols + c, value, mask=c < cols)
