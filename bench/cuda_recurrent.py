@@ -11,6 +11,7 @@ sixteenth of a fold of 16. Medians of several replays; every figure is in micros
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import statistics
 import time
@@ -19,8 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
 
 from quire.devices.budget import Budget
 from quire.devices.cuda import CudaDevice
@@ -30,7 +29,8 @@ from quire.memory.groups.recurrent import RecurrentGroup
 from quire.memory.groups.state_layout import RecurrentSpec, StateLayout
 from quire.memory.groups.views import StateView
 from quire.memory.memory import Memory
-from quire.ops.cuda import CudaOps, Machine
+from quire.ops.cuda import CudaOps, Machine, nvrtc
+from quire.ops.cuda.driver import call
 from quire.ops.cuda.recurrent_rows import CudaLayer
 
 LOG = 16
@@ -38,32 +38,59 @@ K_HEADS, HEADS, DIM, WIDTH = 16, 48, 128, 4
 CHANNELS = 2 * K_HEADS * DIM + HEADS * DIM
 
 
-@triton.jit
-def in_place(
-    x, mixed, out, a_log, dt_bias, states, state_words, state_at, cols, channels,
-    HEADS: tl.constexpr, K_HEADS: tl.constexpr, D: tl.constexpr, BV: tl.constexpr,
-):  # fmt: skip
-    """One token of the gated delta rule for a head's columns: the state is read and written."""
-    splits: tl.constexpr = D // BV
-    seq, head, split = tl.program_id(1), tl.program_id(0) // splits, tl.program_id(0) % splits
-    shared = head // (HEADS // K_HEADS)
-    d, columns = tl.arange(0, D), split * BV + tl.arange(0, BV)
-    start = tl.multiple_of(states.to(tl.pointer_type(tl.float32)), 16)
-    page = start + (seq.to(tl.int64) * state_words + state_at + head * (D * D))
-    at = page + columns[:, None] * D + d[None, :]
-    state = tl.load(at)
-    values, raw = mixed + seq * channels, x + seq * cols + channels
-    q, k = tl.load(values + shared * D + d), tl.load(values + (K_HEADS + shared) * D + d)
-    v = tl.load(values + 2 * K_HEADS * D + head * D + columns)
-    gate = tl.load(raw + HEADS + head) + tl.load(dt_bias + head)
-    rate = 1.0 / (1.0 + tl.exp(-tl.load(raw + head)))
-    dt = tl.maximum(gate, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(gate)))
-    state = state * tl.exp(tl.load(a_log + head) * dt)
-    u = rate * (v - tl.sum(state * k[None, :], 1))
-    state += u[:, None] * k[None, :]
-    y = tl.sum(state * q[None, :], 1) * D**-0.5
-    tl.store(out + seq * (HEADS * D) + head * D + columns, y)
-    tl.store(at, state)
+IN_PLACE = r"""
+struct InPlaceArgs {
+  const float *x, *mixed, *a, *dt_bias;
+  float *out, *states;
+  long long state_words, state_at;
+  int cols, channels;
+};
+
+extern "C" __global__ void __launch_bounds__(128, 5) in_place(const InPlaceArgs a) {
+  const Place p = place();
+  const int seq = blockIdx.y;
+  float4 s[2][PARTS];
+  float* page = a.states + seq * a.state_words + a.state_at;
+  wait_for_previous();
+  let_next_start();
+  load_state(s, page, p, true);
+  RecurArgs like{};
+  like.x = a.x, like.mixed = a.mixed, like.cols = a.cols, like.channels = a.channels;
+  Token t;
+  load_token(t, like, seq, p);
+  const float decay = expf(a.a[p.head] * softplus(t.gate + a.dt_bias[p.head]));
+  const float rate = 1.f / (1.f + expf(-t.rate));
+  for (int r = 0; r < 2; r++) {
+    for (int j = 0; j < PARTS; j++) s[r][j] = scaled(s[r][j], decay);
+    float u = rate * (t.v[r] - over_row(dot(s[r], t.k)));
+    for (int j = 0; j < PARTS; j++) s[r][j] = added(s[r][j], u, t.k[j]);
+    float y = over_row(dot(s[r], t.q)) * rsqrtf((float)DK);
+    if (p.lane8 == 0) a.out[(long long)seq * VALUES + p.head * DV + p.split * ROWS + p.row[r]] = y;
+  }
+  store_state(s, page, p);
+}
+"""
+"""One token of the gated delta rule for a head's columns: the state is read and written."""
+
+
+class InPlace(ctypes.Structure):
+    """InPlaceArgs."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "mixed", "a", "dt_bias", "out", "states")),
+        ("state_words", ctypes.c_longlong), ("state_at", ctypes.c_longlong),
+        ("cols", ctypes.c_int), ("channels", ctypes.c_int),
+    )  # fmt: skip
+
+
+def in_place_kernel() -> nvrtc.Kernel:
+    """Compiled with the functions that the package's kernels are made of."""
+    source = nvrtc.source_of(["common", "recur"]) + IN_PLACE
+    shape = {"DK": DIM, "DV": DIM, "HEADS": HEADS, "K_HEADS": K_HEADS, "TILED": 0, "DELTA": 1}
+    here = nvrtc.native(torch.device("cuda", 0))
+    code, module = nvrtc.compile_source(source, here.architecture, shape), ctypes.c_void_p()
+    call("cuModuleLoadData", ctypes.byref(module), code)
+    return nvrtc.Kernel(module, "in_place", 128, 0)
 
 
 class Rig:
@@ -124,7 +151,7 @@ class Rig:
 
     def step_in_place(self) -> Callable[[], None]:
         """All layers over one token of each sequence, by updating states."""
-        x, layer = self.inputs(self.batch), self.layers[0]
+        x, kernel = self.inputs(self.batch), in_place_kernel()
         out = torch.empty(self.batch, HEADS * DIM, device="cuda")
         mixed = torch.randn(self.batch, CHANNELS, device="cuda") * 0.1
         mixes = self.mixing(x)
@@ -132,13 +159,12 @@ class Rig:
         def run() -> None:
             for layer, (at, _) in zip(self.layers, self.layout.offsets, strict=True):
                 mixes(layer, at)
-                in_place[(HEADS * 4, self.batch)](
-                    x.values, mixed, out, layer.a, layer.dt_bias, self.states.data_ptr(),
-                    self.layout.state_page_bytes // 4, at // 4 + layer.tail_words, layer.in_cols,
-                    CHANNELS, HEADS=HEADS, K_HEADS=K_HEADS, D=DIM, BV=32, num_warps=4,
-                )  # fmt: skip
+                tensors = x.values, mixed, layer.a, layer.dt_bias, out, self.states
+                sizes = self.layout.state_page_bytes // 4, at // 4 + layer.tail_words
+                given = InPlace(*(t.data_ptr() for t in tensors), *sizes, layer.in_cols, CHANNELS)
+                stream = torch.cuda.current_stream().cuda_stream
+                kernel.launch(stream, (HEADS * 4, self.batch, 1), 0, given)
 
-        assert isinstance(layer, CudaLayer)
         return run
 
     def mixing(self, x: Any) -> Callable[[CudaLayer, int], None]:
@@ -173,7 +199,8 @@ class Rig:
 
         bases = self.states.data_ptr(), layout.state_page_bytes, self.logs.data_ptr()
         places = Places(*bases, layout.log_page_bytes, layout.log_stride, LOG)
-        return lambda: fold(self.layers[0], places, offsets, columns)
+        machine = self.ops.machine
+        return lambda: fold(machine, self.layers[0], places, offsets, columns)
 
 
 def timed(run: Callable[[], None], seconds: float) -> float:

@@ -126,7 +126,7 @@ class RecurrentLayers(Arrays):
         if len(state_in) and mine:
             columns = self.machine.upload_all([state_in, log, n_entries, state_out])
             sizes = state_base, state_page_bytes, log_base, log_page_bytes, log_stride
-            fold(mine[0], Places(*sizes, most), self._uploaded(offsets), columns)
+            fold(self.machine, mine[0], Places(*sizes, most), self._uploaded(offsets), columns)
 
     def state_parts(self, layer: Recurrent) -> tuple[int, int, int, int, int, int]:
         """What a layer's state and its entries in logs are made of."""
@@ -149,7 +149,7 @@ class RecurrentLayers(Arrays):
         told = (first, n_entries, state_in, none, zero, none, none, n_entries, rows, log[rows],
                 ahead)  # fmt: skip
         columns = self.machine.upload_all([column.astype(np.int32) for column in told])
-        states = CudaStates(places, StateShape(len(rows), n, False), columns)
+        states = CudaStates(places, StateShape(len(rows), n), columns)
         for layer, (state_at, log_at) in zip(layers_of(layers), offsets, strict=True):
             if layer.kind != "conv":
                 x = raw_inputs(self.machine, layer, states, log_at)

@@ -10,6 +10,7 @@ import torch
 import triton
 
 from quire.ops import Int32, Recurrent, StateTables
+from quire.ops.cuda import recur_native
 from quire.ops.cuda.kernels import recur as kernels
 from quire.ops.cuda.machine import Machine, need, power_of_two
 
@@ -136,8 +137,6 @@ class StateShape:
     tokens: int
     seqs: int
     """More than there are where there are more tokens: padding is a sequence too."""
-    scans: bool
-    """Whether any log is folded in this step."""
 
     @property
     def sizes(self) -> list[int]:
@@ -147,7 +146,7 @@ class StateShape:
 
 def state_shape(view: StateTables, seq_rows: Int32) -> StateShape:
     """The shape of a step as it is."""
-    return StateShape(len(seq_rows), len(view.state_in), bool((view.state_out >= 0).any()))
+    return StateShape(len(seq_rows), len(view.state_in))
 
 
 def state_columns(view: StateTables, seq_rows: Int32, shape: StateShape) -> list[Int32]:
@@ -216,13 +215,21 @@ def run(
     if gated:
         return mixed
     out = machine.empty(states.shape.tokens, layer.out_cols)
+    log_tokens, bases = states.places.log_tokens, states.places.bases
+    if recur_native.takes(machine, layer, log_tokens):
+        columns = first, count, state_in, log_in, length, state_out, end, room, page, slot
+        tensors = x, mixed, out, layer.a, layer.dt_bias, layer.d
+        places = state_at // 4 + layer.tail_words, log_at // 4
+        recur_native.recur(
+            machine, layer, tensors, bases, columns, places, words, log_tokens, layer.dt_limits
+        )
+        return out
     kernels.recur[(layer.programs, states.shape.seqs)](
-        x, mixed, out, layer.a, layer.dt_bias, layer.d, *states.places.bases, first, count,
+        x, mixed, out, layer.a, layer.dt_bias, layer.d, *bases, first, count,
         state_in, log_in, length, state_out, end, room, page, slot,
         state_at // 4 + layer.tail_words, log_at // 4, *words, layer.in_cols, layer.channels,
-        *layer.dt_limits, states.places.log_tokens, **layer.shape,
-        LOG=power_of_two(states.places.log_tokens, 16), DELTA=layer.kind == "delta",
-        SCAN=states.shape.scans, num_warps=4,
+        *layer.dt_limits, log_tokens, **layer.shape, LOG=power_of_two(log_tokens, 16),
+        DELTA=layer.kind == "delta", num_warps=4,
     )  # fmt: skip
     return out
 
@@ -249,8 +256,9 @@ def _blocks(layer: CudaLayer) -> list[tuple[int, int, int]]:
 
 
 def fold(
-    layer: CudaLayer, places: Places, offsets: torch.Tensor, columns: Sequence[torch.Tensor]
-) -> None:
+    machine: Machine, layer: CudaLayer, places: Places, offsets: torch.Tensor,
+    columns: Sequence[torch.Tensor],
+) -> None:  # fmt: skip
     """Folds logs into states in all layers, which are shaped like this one.
 
     `offsets` has the floats at which each layer's state starts, then each layer's log; `columns`
@@ -258,7 +266,11 @@ def fold(
     """
     folds, layers = len(columns[0]), len(offsets) // 2
     words = places.words
-    if layer.kind != "conv":
+    if layer.kind != "conv" and recur_native.takes(machine, layer, places.log_tokens):
+        recur_native.fold(
+            machine, layer, places.bases, offsets, columns, words, layer.tail_words
+        )
+    elif layer.kind != "conv":
         kernels.fold[(layer.programs, folds, layers)](
             *places.bases, offsets, *columns, layers, *words, layer.tail_words, layer.in_cols,
             **layer.shape, LOG=power_of_two(places.log_tokens, 16), num_warps=4,

@@ -186,11 +186,11 @@ def recur(
     log_tokens,
     HEADS: tl.constexpr, K_HEADS: tl.constexpr, TILED: tl.constexpr, DK: tl.constexpr,
     DV: tl.constexpr, DKP: tl.constexpr, BV: tl.constexpr, LOG: tl.constexpr,
-    DELTA: tl.constexpr, SCAN: tl.constexpr,
+    DELTA: tl.constexpr,
 ):  # fmt: skip
     """A sequence's new tokens in one head, for some columns of its values.
 
-    SCAN: the log is folded where it ends, and the state before token `seq_state_end` is stored.
+    The log is folded where it ends, and the state before token `seq_state_end` is stored.
     """
     splits: tl.constexpr = (DV + BV - 1) // BV
     seq, head = tl.program_id(1), tl.program_id(0) // splits
@@ -214,13 +214,12 @@ def recur(
         )  # fmt: skip
         c_last = tl.sum(tl.where(tl.arange(0, LOG) == n - 1, c, 0.0), 0)
         for i in range(count):
-            if SCAN:
-                if (n == room) | (i == end):
-                    state = _folded(state, keys, u, c, n, LOG)
-                    n, c_last, room = n * 0, c_last * 0.0, room * 0 + log_tokens
-                    if i == end:
-                        kept = _at(states, state_out, state_words, 0)
-                        tl.store(kept + at, state, mask=inside)
+            if (n == room) | (i == end):
+                state = _folded(state, keys, u, c, n, LOG)
+                n, c_last, room = n * 0, c_last * 0.0, room * 0 + log_tokens
+                if i == end:
+                    kept = _at(states, state_out, state_words, 0)
+                    tl.store(kept + at, state, mask=inside)
             row = (first + i).to(tl.int64)
             values, raw = mixed + row * channels, x + row * cols + channels
             if DELTA:
@@ -255,10 +254,9 @@ def recur(
                         tl.store(entry + (channels + HEADS + head), gate)
                     else:
                         tl.store(entry + (channels + head), gate)
-        if SCAN:
-            if end == count:
-                state = _folded(state, keys, u, c, n, LOG)
-                tl.store(_at(states, state_out, state_words, 0) + at, state, mask=inside)
+        if end == count:
+            state = _folded(state, keys, u, c, n, LOG)
+            tl.store(_at(states, state_out, state_words, 0) + at, state, mask=inside)
     else:
         for i in range(count):
             own = out + (first + i).to(tl.int64) * (HEADS * DV) + head * DV
