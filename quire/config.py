@@ -34,7 +34,10 @@ class LoadConfig:
     type_v: str = "f16"
     swa_full: bool = False
     swap_space: int | str = "4GiB"
-    """Bytes of disk for sequences that make room for others; 0 computes them again instead."""
+    """Bytes of disk for sequences that make room for others; 0 computes them again instead.
+
+    Those of a GPU go to the host's memory first, of which they take half of what is free at most.
+    """
     moe_n_expert: int | None = None
     n_layer_exit: int | None = None
     activations: Literal["int8", "f32"] = "int8"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from quire.config import LoadConfig
+from quire.config import LoadConfig, available_memory
 from quire.devices.budget import Budget
 from quire.devices.device import Device
 from quire.errors import RequestError
+from quire.memory.tiers.pinned import PinnedTier
+from quire.memory.tiers.tiers import Tier
 from quire.ops import Refused
 
 
@@ -36,3 +38,10 @@ def device_of(settings: LoadConfig, budget: Budget) -> Device:
     except Refused as error:
         raise RequestError(f"threads={settings.thread_count()}: {error}; pass fewer") from error
     return HostDevice(budget, ops)
+
+
+def host_tier(device: Device, limit: int) -> list[Tier]:
+    """The host's memory, for the pages of a device that has its own."""
+    if device.copier is None or limit == 0:
+        return []
+    return [PinnedTier(device.copier, min(limit, available_memory() // 2))]

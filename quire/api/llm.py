@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from quire import config
 from quire.api.arguments import check_salt, path_of
-from quire.api.devices import device_of
+from quire.api.devices import device_of, host_tier
 from quire.api.report import MemoryReport
 from quire.api.requests import Requests, Speculate
 from quire.api.session import Session
@@ -79,7 +79,8 @@ class LLM(Requests):
         size, tokenizer = self.settings.page_tokens, self.tokenizer
         prefix = PrefixCache(PrefixIndex(memory, size, str(self.path), size), self.budget)
         runner = Runner(self.model, self.device)
-        tiers = Tiers(DiskTier(config.cache_folder(), self.settings.swap_bytes()))
+        swap = self.settings.swap_bytes()
+        tiers = Tiers(*host_tier(self.device, swap), DiskTier(config.cache_folder(), swap))
         constrainer = Constrainer(tokenizer)
         return Engine(runner, memory, prefix, tiers, self.n_ctx, constrainer, tokenizer.eog_ids)
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 import numpy as np
 
 from quire.devices.budget import Budget
-from quire.devices.device import Backing, Bytes, Device, Draws, Ids, Int32, Steps
+from quire.devices.device import Backing, Bytes, Copier, Device, Draws, Ids, Int32, Steps
 from quire.errors import BudgetError, RequestError
 from quire.ops import Array, Drawn, Ops
 
@@ -46,6 +46,7 @@ class CudaBacking(Backing):
     ) -> None:
         self.gives_back = demand_paged
         self._machine, self._page_bytes = machine, page_bytes
+        self.copier = machine.copier
         self._granule = machine.granule
         self._size = -(-max_pages * page_bytes // self._granule) * self._granule
         self._slabs: dict[int, int] = {}
@@ -114,6 +115,7 @@ class CudaMachine:
         least = self.driver.granularity
         self.granule = -(-granule // least) * least
         self._stage = self._torch.pinned(_STAGE)
+        self.copier: Copier = _copier(self.driver, index)
 
     def reserve(self, size: int) -> int:
         """A range of addresses; MemoryError if there are not as many."""
@@ -163,6 +165,7 @@ class CudaDevice(Device):
     ) -> None:
         self.machine = CudaMachine(index, granule)
         self.granularity = self.machine.granule
+        self.copier = self.machine.copier
         super().__init__(f"cuda:{index}", budget, ops or _ops(index))
 
     def steps(self, model: Any) -> Steps:
@@ -205,6 +208,12 @@ def default_budget(index: int = 0, share: float = 0.9) -> int:
             f"{GRANULE:,}; end what else runs on this GPU, or use device='cpu'"
         )
     return int(free * share)
+
+
+def _copier(driver: Any, index: int) -> Copier:
+    from quire.ops.cuda.copies import CudaCopier
+
+    return CudaCopier(driver, index)
 
 
 def _ops(index: int) -> Ops:

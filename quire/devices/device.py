@@ -70,6 +70,36 @@ class PageWork:
         self.moves.setdefault(group, []).append(rows)
 
 
+class Copy(Protocol):
+    """A copy between device and host that was started."""
+
+    def wait(self) -> None:
+        """Until it is done."""
+
+    def seconds(self) -> float | None:
+        """How long it took; None while it is under way."""
+
+
+class Copier(Protocol):
+    """Copies between a device's pages and the host while both go on with other things.
+
+    A copy comes after all that the device was told before it, and before all that it is told
+    after: no page is read too early, or written too soon.
+    """
+
+    def room(self, size: int) -> Bytes:
+        """Host memory that is copied at full speed; MemoryError if there is none."""
+
+    def free(self, room: Bytes) -> None:
+        """Returns a room."""
+
+    def out(self, rooms: Sequence[Bytes], pages: Sequence[int]) -> Copy:
+        """Starts to copy pages, by their addresses, into rooms."""
+
+    def back(self, rooms: Sequence[Bytes], pages: Sequence[int]) -> Copy:
+        """Starts to copy rooms into pages."""
+
+
 class Backing(ABC):
     """The bytes behind the pages of one pool: one range of addresses, memory where it is needed.
 
@@ -81,6 +111,8 @@ class Backing(ABC):
     """Where page 0 starts, as the device's kernels address it."""
     gives_back: bool
     """Whether memory that was taken can be given back before `close`."""
+    copier: Copier | None = None
+    """What copies its pages by itself, on devices that have memory of their own."""
 
     @abstractmethod
     def back(self, low: int, high: int) -> None:
@@ -118,6 +150,12 @@ Replays the raw inputs of entries 0 … n-1 of each log one by one, in float32, 
 `state_in` (-1: the zero state) and writes the result to page `state_out`, in all layers."""
 
 
+Derive = Callable[[int, int, Any, Int32, Int32, Int32], None]
+"""derive(state_base, log_base, layout, state_in, log, n_entries), by ids of pages.
+
+Computes what the first entries of logs have besides raw inputs, which are all that is there."""
+
+
 @dataclass(frozen=True)
 class GroupKernels:
     """What can be done with the pages of one group, besides computing tokens with them.
@@ -129,6 +167,7 @@ class GroupKernels:
     rotate: Rotate | None = None
     move: Move | None = None
     fold: Fold | None = None
+    derive: Derive | None = None
 
 
 @dataclass(frozen=True)
@@ -168,6 +207,8 @@ class Device(ABC):
 
     granularity: int
     """Bytes of a granule: what is handed out and taken back."""
+    copier: Copier | None = None
+    """What copies its pages by itself, if it has memory of its own."""
 
     def __init__(self, name: str, budget: Budget, ops: Ops) -> None:
         self.name = name
@@ -238,6 +279,12 @@ class Device(ABC):
         pages = np.array([page for page, _ in turned], np.int32)
         deltas = np.stack([deltas for _, deltas in turned])
         bound.kernels.rotate(bound.bases[0], bound.layout, pages, deltas)
+
+    def derive(self, group: str, rows: list[tuple[int, int, int]]) -> None:
+        """Completes logs that have raw inputs alone: state page, log page and entries of each."""
+        bound = self._groups[group]
+        if bound.kernels.derive is not None:
+            bound.kernels.derive(*bound.bases, bound.layout, *_columns(rows))
 
     # -- what kernels of a step see ---------------------------------------------------------------
 

@@ -50,7 +50,7 @@ class MicroBatch:
         rows = np.repeat(np.arange(len(seqs), dtype=np.int32), counts)
         ahead = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
         tokens = ((np.cumsum(whole) - whole)[seqs] + starts)[rows] + ahead
-        part = Subset(seqs, tokens, starts, whole[seqs] - starts - counts)
+        part = Subset(seqs, tokens, starts, counts, whole[seqs] - starts - counts)
         views: dict[str, View] = {name: view.part(part) for name, view in self.views.items()}
         ids = [self.seqs[i] for i in seqs.tolist()]
         return MicroBatch(self.tokens[tokens], self.positions[tokens], rows, ids, views, self.work)

@@ -9,7 +9,7 @@ import numpy as np
 
 from quire.devices.device import GroupKernels
 from quire.memory.groups.layout import AttentionLayout, Int32
-from quire.memory.groups.state_layout import RecurrentSpec, StateLayout
+from quire.memory.groups.state_layout import RecurrentSpec, StateLayout, StateParts
 from quire.ops import Ops, Recurrent
 
 
@@ -34,11 +34,13 @@ def attention_kernels(ops: Ops, heads: Any, rope: Any) -> GroupKernels:
     return GroupKernels(rotate=rotate, move=move)
 
 
-def recurrent_group(name: str, layers: Mapping[int, Recurrent]) -> RecurrentSpec:
+def recurrent_group(ops: Ops, name: str, layers: Mapping[int, Recurrent]) -> RecurrentSpec:
     """The group of recurrent layers of one size, by their numbers in the model."""
     sizes = {(layer.state_bytes, layer.log_bytes) for layer in layers.values()}
     assert len(sizes) == 1, "the layers of a group share one layout"
-    return RecurrentSpec(name, tuple(layers), *sizes.pop())
+    told = ops.state_parts(next(iter(layers.values())))
+    parts = None if told is None else StateParts(*told)
+    return RecurrentSpec(name, tuple(layers), *sizes.pop(), parts=parts)
 
 
 def recurrent_kernels(ops: Ops, layers: Mapping[int, Recurrent]) -> GroupKernels:
@@ -54,4 +56,14 @@ def recurrent_kernels(ops: Ops, layers: Mapping[int, Recurrent]) -> GroupKernels
             layout.log_stride, state_in, log, n_entries, state_out,
         )  # fmt: skip
 
-    return GroupKernels(fold=fold)
+    def derive(
+        state_base: int, log_base: int, layout: StateLayout, state_in: Int32, log: Int32,
+        n_entries: Int32,
+    ) -> None:  # fmt: skip
+        ops.derive(
+            [layers[number] for number in layout.layers], layout.offsets,
+            state_base, layout.state_page_bytes, log_base, layout.log_page_bytes,
+            layout.log_stride, state_in, log, n_entries,
+        )  # fmt: skip
+
+    return GroupKernels(fold=fold, derive=derive)

@@ -34,7 +34,7 @@ class _Recurring:
     def declare(self, mixers: Sequence[_Recurring]) -> tuple[RecurrentSpec, GroupKernels]:
         """The group of these layers, and the folding of their logs."""
         layers = {mixer.layer: mixer.recurrent for mixer in mixers}
-        return recurrent_group(self.group, layers), recurrent_kernels(self._ops, layers)
+        return recurrent_group(self._ops, self.group, layers), recurrent_kernels(self._ops, layers)
 
 
 class ShortConv(_Recurring):

@@ -72,6 +72,17 @@ class CpuOps:
         return "lanes16"
 
     @property
+    def folds_at_positions(self) -> bool:
+        """No: tokens are replayed, so where a log was folded changes no bit."""
+        return False
+
+    def state_parts(self, layer: Recurrent) -> None:
+        """Nothing that others need to be told."""
+
+    def derive(self, *_: object) -> None:
+        """Logs have raw inputs and nothing else."""
+
+    @property
     def compute_bytes(self) -> int:
         """Bytes held for arrays."""
         return self.cpu.arena_bytes

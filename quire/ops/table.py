@@ -186,6 +186,10 @@ class PageOps(Protocol):
     def page_layout(self) -> str:
         """A name for the order of bytes inside pages and logs; pages of one name are the same."""
 
+    @property
+    def folds_at_positions(self) -> bool:
+        """Whether outputs have equal bits only if logs are folded at multiples of their length."""
+
     def copy_pages(self, base: int, page_bytes: int, sources: Int32, targets: Int32) -> None:
         """Copies whole pages; no target may be a source, or a target twice."""
 
@@ -211,6 +215,19 @@ class PageOps(Protocol):
 
         No page that one fold writes may be read or written by another.
         """
+
+
+    def state_parts(self, layer: Recurrent) -> tuple[int, int, int, int, int, int] | None:
+        """Floats of a convolution's tail, heads, dk, dv, floats of a token's raw inputs and of what
+        is derived from them; None where pages are in the order of CPUs, which others know.
+        """
+
+    def derive(
+        self, layers: Sequence[Recurrent], offsets: Sequence[tuple[int, int]],
+        state_base: int, state_page_bytes: int, log_base: int, log_page_bytes: int, log_stride: int,
+        state_in: Int32, log: Int32, n_entries: Int32,
+    ) -> None:  # fmt: skip
+        """Completes the first entries of log pages, which have raw inputs alone, in all layers."""
 
 
 class SamplingOps(Protocol):

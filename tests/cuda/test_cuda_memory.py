@@ -124,6 +124,60 @@ def test_random_operations(kind: str) -> None:
     stateful.run(kind, examples=4, steps=25)
 
 
+class _At:
+    """A page, as torch takes it over."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (address, False), "shape": (size,), "typestr": "|u1", "strides": None,
+            "version": 3,
+        }  # fmt: skip
+
+
+def test_pages_leave_and_come_back_while_the_gpu_computes() -> None:
+    """A copy sees what was told before it, and nothing of what is told after."""
+    import torch
+
+    from quire.devices.device import Copier
+    from quire.memory.pages.pool import PagePool
+    from quire.memory.tiers.pinned import PinnedTier
+    from tests.cuda.sides import cuda
+
+    device = CudaDevice(Budget(1 << 30), cuda())  # type: ignore[arg-type]
+    copier: Copier = device.copier  # type: ignore[assignment]
+    size, n = 4 << 20, 8
+    pool, tier = PagePool("pages", size, 64, device), PinnedTier(copier, 1 << 30)
+    ids = pool.allocate(n)
+
+    def page(i: int) -> Any:
+        return torch.as_tensor(_At(pool.bytes.base + int(i) * size, size), device="cuda")
+
+    for value in range(3):
+        torch.cuda._sleep(100_000_000)  # some 50 ms
+        for i, at in enumerate(ids):
+            page(at).fill_(10 * value + i)
+        stored = tier.take(pool, ids)
+        assert stored._copy.seconds() is None  # type: ignore[attr-defined]
+        for at in ids:
+            page(at).fill_(0xEE)  # whoever has the page next
+        torch.cuda._sleep(100_000_000)
+        others = pool.allocate(n)
+        stored.bring(pool, others)
+        stored.drop()
+        again = tier.take(pool, ids)  # in the same rooms
+        again.drop()
+        sums = [int(page(at).to(torch.int64).sum()) for at in others]
+        assert sums == [size * (10 * value + i) for i in range(n)]
+        assert (np.stack(pool.bytes.read(ids)) == 0xEE).all()
+        pool.release(others)
+    torch.cuda.synchronize()
+    speeds = tier.writing.bytes_per_s, tier.reading.bytes_per_s
+    print(f"to the host {speeds[0] / 1e9:.1f} GB/s, back {speeds[1] / 1e9:.1f} GB/s")
+    assert min(speeds) > 5e9
+    tier.close()
+    pool.release(ids)
+
+
 # The conformance of every kind: its fixtures and its tests, as they are.
 globals().update({
     name: thing for name, thing in vars(conformance).items()

@@ -7,6 +7,7 @@ put in the wrong slot, overwritten, lost or read from a freed page shows up as a
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -33,6 +34,7 @@ class FakeOps:
     """The operations that a device needs for work on pages."""
 
     page_layout = "plain"
+    folds_at_positions = False
 
     def copy_pages(
         self, base: int, page_bytes: int, sources: NDArray[np.int32], targets: NDArray[np.int32]
@@ -40,6 +42,41 @@ class FakeOps:
         """Copies whole pages."""
         for a, b in zip(sources.tolist(), targets.tolist(), strict=True):
             ctypes.memmove(base + b * page_bytes, base + a * page_bytes, page_bytes)
+
+
+class NowCopier:
+    """Copies at once, from and to the addresses it is told."""
+
+    def __init__(self) -> None:
+        self.rooms: list[NDArray[np.uint8]] = []
+
+    def room(self, size: int) -> NDArray[np.uint8]:
+        """Memory that nobody has written yet."""
+        self.rooms.append(np.full(size, 0xEE, np.uint8))
+        return self.rooms[-1]
+
+    def free(self, room: NDArray[np.uint8]) -> None:
+        """One room less."""
+        self.rooms = [each for each in self.rooms if each is not room]
+
+    def out(self, rooms: Sequence[NDArray[np.uint8]], pages: Sequence[int]) -> NowCopier:
+        """From pages."""
+        for room, page in zip(rooms, pages, strict=True):
+            ctypes.memmove(room.ctypes.data, page, room.nbytes)
+        return self
+
+    def back(self, rooms: Sequence[NDArray[np.uint8]], pages: Sequence[int]) -> NowCopier:
+        """To pages."""
+        for room, page in zip(rooms, pages, strict=True):
+            ctypes.memmove(page, room.ctypes.data, room.nbytes)
+        return self
+
+    def wait(self) -> None:
+        """It is done."""
+
+    def seconds(self) -> float:
+        """What it took."""
+        return 1e-3
 
 
 def make_device(budget: Budget) -> HostDevice:

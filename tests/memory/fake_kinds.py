@@ -51,6 +51,8 @@ KINDS: dict[str, tuple[str, ...]] = {
     "attention and recurrent": ("full", "delta"),
     "window and attention": ("local", "full"),
     "window, attention and recurrent": ("local", "full", "delta"),
+    "recurrent, by position": ("delta",),
+    "attention and recurrent, by position": ("full", "delta"),
 }
 """The groups of each kind, in order."""
 
@@ -63,6 +65,7 @@ def make_kind(
 ) -> Memory:  # fmt: skip
     """A memory of this kind with fake kernels and poisoned pages."""
     device = make_device(budget or Budget(limit))
+    device.ops.folds_at_positions = by_position(kind)  # type: ignore[misc]
     groups: list[AnyGroup] = []
     for i, name in enumerate(KINDS[kind]):
         layers = (i, i + 10)
@@ -83,6 +86,11 @@ def make_kind(
         else:
             groups.append(AttentionGroup(*common))
     return Memory(groups)
+
+
+def by_position(kind: str) -> bool:
+    """Whether logs of this kind are folded at multiples of their length."""
+    return kind.endswith("by position")
 
 
 def window_of(group: AnyGroup) -> int | None:
@@ -204,6 +212,7 @@ def write_states(group: RecurrentGroup, ubatch: MicroBatch, view: StateView) -> 
         tokens = list(pairs)
         length = int(view.log_length[row])
         log_out = _page(logs, view.log_page_bytes, int(view.log_out[row]))
+        log_kept = _page(logs, view.log_page_bytes, int(view.log_kept[row]))
         state_out = _page(states, view.state_page_bytes, int(view.state_out[row]))
         tail = int(view.tail[row])
         first = len(tokens) - tail if state_out else 0  # the first token that goes into the log
@@ -218,6 +227,8 @@ def write_states(group: RecurrentGroup, ubatch: MicroBatch, view: StateView) -> 
                 if i >= first and log_out:
                     entry = i - first if state_out else length + i
                     _entry(log_out, layout, at, entry)[:] = token, position, layer
+                elif i < first and log_kept:
+                    _entry(log_kept, layout, at, length + i)[:] = token, position, layer
             if state_out and tail == 0:
                 _state(state_out, layout, at)[:] = state
 

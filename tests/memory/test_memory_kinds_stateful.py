@@ -23,6 +23,7 @@ from fake_kinds import (
     KINDS,
     LOG_TOKENS,
     TAIL,
+    by_position,
     check_saved,
     check_seq,
     check_view,
@@ -78,6 +79,9 @@ class Past:
 
     tokens: list[Token] = field(default_factory=list)
     state_at: int = 0
+    was_at: int = 0
+    """Where the state was before the last step, if that can be taken back to before the fold."""
+    by_position: bool = False
     plain: bool = True
     """Positions count up from 0: a window can tell exactly what it has lost."""
 
@@ -89,15 +93,20 @@ class Past:
         """With tokens taken in by one step."""
         tokens = self.tokens + [(t, self.end + i) for i, t in enumerate(new)]
         state_at = self.state_at
-        if len(new) > LOG_TOKENS:
+        if self.by_position:
+            last = self.end + len(new) - 1
+            state_at = max(last - last % LOG_TOKENS, state_at)
+        elif len(new) > LOG_TOKENS:
             state_at = self.end + len(new) - TAIL
         elif self.end + len(new) - self.state_at > LOG_TOKENS:
             state_at = self.end
-        return replace(self, tokens=tokens, state_at=state_at)
+        was_at = state_at if len(new) > LOG_TOKENS else self.state_at
+        return replace(self, tokens=tokens, state_at=state_at, was_at=was_at)
 
     def first(self, n: int) -> Past:
         """The start of a sequence that ends with the tokens of its last step."""
-        return replace(self, tokens=self.tokens[:n])
+        at = self.was_at if n <= self.state_at else self.state_at
+        return replace(self, tokens=self.tokens[:n], state_at=at, was_at=at)
 
     def copy(self) -> Past:
         return replace(self, tokens=list(self.tokens))
@@ -134,8 +143,12 @@ class KindMachine(RuleBasedStateMachine):
             for seq, (n, _) in counts.items()
         ]
 
+    def none(self) -> Past:
+        """Nothing was told yet."""
+        return Past(by_position=by_position(self.kind))
+
     def past(self, seq: int) -> Past:
-        return self.seqs.get(seq, Past())
+        return self.seqs.get(seq, self.none())
 
     def has_tokens(self) -> bool:
         return any(past.tokens for past in self.seqs.values())
@@ -210,7 +223,8 @@ class KindMachine(RuleBasedStateMachine):
             for row, (seq, _) in enumerate(entries):
                 check_view(self.memory, lease.ubatch, row, after[seq].tokens)
             whole = [s for s, (n, _) in counts.items() if n > self.memory.room_for_draft(s)]
-            if any(0 < kept[seq] < counts[seq][0] - TAIL for seq in whole):
+            least = {seq: after[seq].state_at - self.past(seq).end for seq in whole}
+            if any(0 < kept[seq] < least[seq] for seq in whole):
                 before = snapshot(self.memory)
                 with pytest.raises(RequestError, match="or more, or none"):
                     lease.commit(kept)
@@ -353,9 +367,12 @@ class KindMachine(RuleBasedStateMachine):
             return
         if not target.tokens:
             state_at = source.state_at if part else 0
-            self.seqs[dst] = Past(part, state_at, source.plain and p0 <= 0)
+            self.seqs[dst] = replace(
+                self.none(), tokens=part, state_at=state_at, was_at=state_at,
+                plain=source.plain and p0 <= 0,
+            )  # fmt: skip
         elif part:
-            self.seqs[dst] = Past(target.tokens + part, plain=False)
+            self.seqs[dst] = replace(self.none(), tokens=target.tokens + part, plain=False)
 
     def asked(self, what: str, must: bool, may: bool, *args: int) -> bool:
         """Does it; a refusal must be due and change nothing."""
@@ -398,7 +415,7 @@ class KindMachine(RuleBasedStateMachine):
             rest = [t for t in self.seqs[s].tokens if not inside(t, p0, p1)]
             self.seqs[s].plain &= [p for _, p in rest] == list(range(len(rest)))
             if not rest:
-                self.seqs[s] = Past()
+                self.seqs[s] = self.none()
             self.seqs[s].tokens = rest
 
     def can_remove(self, seq: int, p0: int, p1: int) -> bool:
@@ -434,7 +451,7 @@ class KindMachine(RuleBasedStateMachine):
                 self.memory.seq_keep(seq)
         elif what == "keep":
             self.memory.seq_keep(seq)
-            self.seqs = {s: past if s == seq else Past() for s, past in self.seqs.items()}
+            self.seqs = {s: past if s == seq else self.none() for s, past in self.seqs.items()}
         elif what == "free" and seq >= 0:
             self.memory.seq_free(seq)
             self.seqs.pop(seq, None)
@@ -620,7 +637,7 @@ class KindMachine(RuleBasedStateMachine):
         except OutOfMemory:
             assert not fits
             assert self.memory.seq_rm(seq, -1, -1)
-            self.seqs[seq] = Past()
+            self.seqs[seq] = self.none()
 
     # -- checkpoints ----------------------------------------------------------------------------
 

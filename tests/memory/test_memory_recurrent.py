@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import random
 from collections.abc import Callable
+from io import BytesIO
 from time import perf_counter_ns
 from typing import Any
 
@@ -514,3 +515,38 @@ def test_checkpoints_take_microseconds_whatever_the_size(
     dropping = sorted(times)[2] / 1000
     assert not copies and memory.states.used == 1
     assert max(save, restore, dropping) < 20, (save, restore, dropping)
+
+
+# -- states of any position, where logs are folded by position ------------------------------------
+
+
+@pytest.mark.parametrize("held", range(1, 3 * LOG + 2))
+@pytest.mark.parametrize("shared", [False, True])
+def test_logs_of_other_devices_go_on(held: int, shared: bool) -> None:
+    """A log that was kept by what fits is read, and then folded by position; drafts included."""
+    source = fake_kinds.make_kind("recurrent")
+    for token in range(held):
+        append(source, 0, token)
+        if token % 3 == 0:
+            append(source, 0, 900, 901, keep=0)
+    file = BytesIO()
+    source.state_write(file)
+    for n, kept in itertools.product(range(1, 2 * LOG + 2), range(LOG + 2)):
+        file.seek(0)
+        memory = fake_kinds.make_kind("recurrent, by position")
+        memory.state_read(file)
+        if shared:
+            memory.checkpoint_save(0)
+        expected = [*range(held)]
+        for _ in range(3):
+            keep = min(kept, n) if n <= LOG else n
+            drafts = range(200, 200 + n)
+            assert memory.fits([(0, n)])
+            with memory.reserve([entry(0, *drafts)]) as lease:
+                write(memory, lease.ubatch)
+                check_view(memory, lease.ubatch, 0, tokens_at(*expected, *drafts))
+                memory.audit()
+                lease.commit({0: keep})
+            expected += drafts[:keep]
+            check_seq(memory, 0, tokens_at(*expected))
+            memory.audit()

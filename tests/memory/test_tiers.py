@@ -7,17 +7,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fake_kernel import NowCopier
+from fake_kinds import KINDS, append, check_seq, make_kind, snapshot, tokens_at
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from quire.errors import TierError
+from quire.memory.tiers.pinned import PinnedTier
 from quire.memory.tiers.tiers import DiskTier, HostTier, Stored, Tier, Tiers
 
 PAGE = 96
 MAKERS: dict[str, Callable[[Path, int], Tier]] = {
     "host": lambda _, limit: HostTier(limit),
     "disk": lambda folder, limit: DiskTier(folder, limit),
+    "pinned": lambda _, limit: PinnedTier(NowCopier(), limit),
 }
 
 
@@ -81,3 +85,61 @@ def test_a_file_that_fails_says_so(tmp_path: Path) -> None:
         stored.load([np.empty(PAGE, np.uint8) for _ in range(3)])
     tier.close()
     assert list(tmp_path.iterdir()) == [blocked]
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_a_device_copies_its_pages_by_itself(kind: str) -> None:
+    memory, copier = make_kind(kind), NowCopier()
+    for pool in memory.pools:
+        pool.bytes.copier = copier
+    tier = PinnedTier(copier, 1 << 20)
+    for seq in (0, 1):
+        append(memory, seq, *range(100 * seq, 100 * seq + 23))
+    for _ in range(3):
+        held = memory.park_bytes(0)
+        memory.park(0, tier)
+        assert tier.used == held == sum(room.nbytes for room in copier.rooms) > 0
+        append(memory, 2, *range(300, 323))  # takes the pages that were left
+        check_seq(memory, 2, tokens_at(*range(300, 323)))
+        memory.seq_free(2)
+        memory.unpark(0)
+        assert tier.used == 0
+        for seq in (0, 1):
+            check_seq(memory, seq, tokens_at(*range(100 * seq, 100 * seq + 23)))
+        memory.audit()
+    assert tier.writing.bytes_per_s > 0 and tier.reading.bytes_per_s > 0
+    tier.close()
+    assert copier.rooms == []
+
+
+def test_rooms_of_other_sizes_make_way() -> None:
+    copier = NowCopier()
+    tier = PinnedTier(copier, 10 * PAGE)
+    for _ in range(3):
+        for size, n in ((PAGE, 10), (5 * PAGE, 2), (3 * PAGE, 3)):
+            stored = tier.store([np.full(size, 7, np.uint8)] * n)
+            assert sum(room.nbytes for room in copier.rooms) <= 10 * PAGE
+            with pytest.raises(TierError, match="do not fit"):
+                tier.store([np.zeros(2 * PAGE, np.uint8)])
+            stored.drop()
+    tier.close()
+    assert copier.rooms == [] and tier.used == 0
+
+
+def test_a_host_that_gives_no_room_changes_nothing() -> None:
+    memory, copier = make_kind("attention"), NowCopier()
+    for pool in memory.pools:
+        pool.bytes.copier = copier
+    append(memory, 0, *range(23))
+    was, real = snapshot(memory), copier.room
+
+    def refuse(size: int) -> NDArray[np.uint8]:
+        if len(copier.rooms) == 3:
+            raise MemoryError("none left")
+        return real(size)
+
+    copier.room = refuse  # type: ignore[method-assign]
+    tier = PinnedTier(copier, 1 << 20)
+    with pytest.raises(TierError, match="none left"):
+        memory.park(0, tier)
+    assert snapshot(memory) == was and tier.used == 0

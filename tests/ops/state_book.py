@@ -102,7 +102,8 @@ class StateBook:
         return SimpleNamespace(
             state_page_bytes=self.states.shape[1], log_page_bytes=self.logs.shape[1],
             log_stride=self.log_stride, layout=SimpleNamespace(log_tokens=self.log_tokens),
-            **columns,
+            log_kept=np.full_like(columns["tail"], -1),
+            room=np.full_like(columns["tail"], self.log_tokens), **columns,
         )  # fmt: skip
 
     def settle(self, seq: int, table: Table) -> None:

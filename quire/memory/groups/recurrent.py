@@ -27,7 +27,8 @@ class RecurrentGroup(Group[StateTable]):
     New tokens are appended to the log; when they do not fit, the log is folded into a fresh state
     page first. So a draft is verified and kept in part by moving the log's end. More tokens than
     a log holds (a prompt) are scanned into a fresh state page, all but the last, which go into
-    the log: these can be taken back.
+    the log: these can be taken back. Where a log is folded is a matter of what fits, or, on
+    devices that say so, of positions alone (`choose_at_positions`).
 
     Positions cannot move: they count the tokens, and a state cannot tell one from the others.
     """
@@ -46,7 +47,8 @@ class RecurrentGroup(Group[StateTable]):
         self.logs = _pool(f"{name} log", layout.log_page_bytes, device, poison)
         self.pools = (self.states, self.logs)
         device.bind(name, layout, kernels, (self.states.name, self.logs.name))
-        self._pools = StatePools(layout, self.states, self.logs)
+        at_positions = device.ops.folds_at_positions
+        self._pools = StatePools(layout, self.states, self.logs, at_positions)
 
     # -- tables and their holders ---------------------------------------------------------------
 
@@ -80,7 +82,8 @@ class RecurrentGroup(Group[StateTable]):
     # -- growing --------------------------------------------------------------------------------
 
     def most_pages(self, n_seqs: int, n_tokens: int) -> Demand:
-        return [(self.states, 2 * n_seqs), (self.logs, 2 * n_seqs)]
+        logs = 3 if self._pools.at_positions else 2  # a shared log is copied, then followed
+        return [(self.states, 2 * n_seqs), (self.logs, logs * n_seqs)]
 
     def demand(self, wanted: Sequence[Wanted[StateTable]]) -> Demand:
         states, logs = self._pools.need_of_all([wanted])
@@ -93,7 +96,8 @@ class RecurrentGroup(Group[StateTable]):
         page: Int32 = np.zeros(1, np.int32)
         layout, length = self.layout, page + self.layout.log_tokens
         sizes = layout.state_page_bytes, layout.log_page_bytes, layout.log_stride
-        return StateView(layout, *sizes, page, page + 1, page, length, page - 1, page)
+        rest = page - 1, page, page - 1, length
+        return StateView(layout, *sizes, page, page + 1, page, length, *rest)
 
     def trim(self, n_seqs: int) -> None:
         # A state takes long to give back and to get again, and one in `log_tokens` steps of a

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
@@ -26,15 +26,45 @@ class Mode(Enum):
     """They fit behind what the log holds."""
     FOLD = "fold"
     """They fit into an empty log: what it holds goes into a new state, and they into a new log."""
+    CROSS = "cross"
+    """Some fill the log, which goes into a new state, and the others into a new log."""
     SCAN = "scan"
     """They are more than a log holds: all but the last of them go into a new state."""
 
 
-def choose(log_length: int, count: int, log_tokens: int) -> Mode:
-    """The policy: as long as new tokens can be in a log, each of them can be taken back."""
+def choose(log_length: int, count: int, log_tokens: int) -> tuple[Mode, int]:
+    """What to do, and how many of the new tokens are in the log then, by what fits.
+
+    As long as new tokens can be in a log, each of them can be taken back.
+    """
     if count > log_tokens:
-        return Mode.SCAN
-    return Mode.APPEND if log_length + count <= log_tokens else Mode.FOLD
+        return Mode.SCAN, log_tokens // 2
+    return (Mode.APPEND if log_length + count <= log_tokens else Mode.FOLD), count
+
+
+def choose_at_positions(
+    position: int, log_length: int, count: int, log_tokens: int
+) -> tuple[Mode, int]:
+    """The same by positions alone, for kernels whose bits depend on where a log was folded.
+
+    A state is of a multiple of `log_tokens`, and the tokens up to the next one are in its log:
+    so token t is computed from the state at the last multiple up to t, whatever batch, draft,
+    fork or prompt it came in. A log that is full stays so until a token follows, so the last
+    token can always be taken back; and a draft of up to `log_tokens` tokens crosses one multiple
+    at most, with the log before it kept as long as the draft may be taken back.
+
+    A state that was converted from another device may be of any position: its log ends at the next
+    multiple all the same, or is folded as it is before anything follows (`StatePools.odd`).
+    """
+    start = position + log_length
+    last = start + count - 1
+    base = max(last - last % log_tokens, position)
+    tail = last + 1 - base
+    if base == position:
+        return Mode.APPEND, count
+    if base == start:
+        return Mode.FOLD, count
+    return (Mode.CROSS if count <= log_tokens else Mode.SCAN), tail
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +74,20 @@ class StatePools:
     layout: StateLayout
     states: PagePool
     logs: PagePool
+    at_positions: bool
+    """Whether logs are folded at multiples of their length, or when they are full."""
+
+    def choose(self, position: int, log_length: int, count: int) -> tuple[Mode, int]:
+        """What to do with new tokens, and how many of them are in the log then."""
+        log_tokens = self.layout.log_tokens
+        if self.at_positions:
+            return choose_at_positions(position, log_length, count, log_tokens)
+        return choose(log_length, count, log_tokens)
+
+    def odd(self, table: StateTable) -> bool:
+        """Whether a log goes on behind a multiple, as those from other devices may."""
+        room = self.layout.log_tokens - table.position % self.layout.log_tokens
+        return self.at_positions and table.log_length > room
 
     def can_append(self, seq: int, table: StateTable) -> bool:
         """Whether the sequence may write behind the end of its log, once there is room."""
@@ -52,23 +96,27 @@ class StatePools:
     def need(self, seq: int, table: StateTable, counts: Iterable[int]) -> tuple[int, int]:
         """State and log pages it takes for micro-batches of so many tokens, one after the other.
 
-        A replaced page that nobody else holds serves again from the next micro-batch on, so two
-        of each are always enough, and one where the first to be replaced is such a page.
+        A replaced page that nobody else holds serves again from the next micro-batch on.
         """
-        length, writable = table.log_length, self.can_append(seq, table)
-        states = logs = 0
+        position, length = table.position, table.log_length
+        odd, writable = self.odd(table), self.can_append(seq, table)
+        if odd:
+            position, length, writable = position + length, 0, False
+        states = _Supply(table.state >= 0 and int(self.states.refs[table.state]) == 1)
+        logs = _Supply(table.log >= 0 and int(self.logs.refs[table.log]) == 1)
         for count in counts:
-            mode = choose(length, count, self.layout.log_tokens)
-            states += mode is not Mode.APPEND
-            length = length + count if mode is Mode.APPEND else count
-            if mode is Mode.SCAN:
-                length = self.layout.tail_tokens
-                logs, writable = logs + (length > 0), length > 0
-            elif mode is Mode.FOLD or not writable:
-                logs, writable = logs + 1, True
-        own_state = table.state >= 0 and int(self.states.refs[table.state]) == 1
-        own_log = table.log >= 0 and int(self.logs.refs[table.log]) == 1
-        return min(states, 2 - own_state), min(logs, 2 - own_log)
+            mode, tail = self.choose(position, length, count)
+            copied = mode in (Mode.APPEND, Mode.CROSS) and not writable
+            if odd or mode is not Mode.APPEND:
+                states.replace(odd + (mode is not Mode.APPEND))
+            fresh = copied + (mode is not Mode.APPEND and tail > 0)
+            if odd or fresh or mode is not Mode.APPEND:
+                logs.replace(fresh)
+            if mode is not Mode.APPEND:
+                position, length = position + length + count - tail, 0
+            length, odd = length + tail, False
+            writable = length > 0
+        return states.needed, logs.needed
 
     def need_of_all(self, parts: Sequence[Sequence[Wanted[StateTable]]]) -> tuple[int, int]:
         """State and log pages that all sequences of these micro-batches need together."""
@@ -84,6 +132,21 @@ class StatePools:
         return n_states, n_logs
 
 
+class _Supply:
+    """Counts the pages of one kind that a sequence takes: those it replaces serve again."""
+
+    def __init__(self, own: bool) -> None:
+        self.needed = 0
+        self._own, self._spare = own, 0
+
+    def replace(self, fresh: int) -> None:
+        """Its page goes, and so many take its place one after the other."""
+        taken = min(fresh, self._spare)
+        self.needed += fresh - taken
+        self._spare += self._own + max(fresh - 1, 0) - taken
+        self._own = fresh > 0
+
+
 @dataclass(slots=True)
 class Step:
     """One sequence's new tokens, and how the sequence was before them."""
@@ -91,8 +154,18 @@ class Step:
     seq: int
     table: StateTable
     count: int
-    mode: Mode
     before: StateTable
+    mode: Mode = Mode.APPEND
+    tail: int = 0
+    """How many of them are in the log."""
+    start: StateTable = field(default_factory=StateTable)
+    """The sequence before them, once an odd log is folded."""
+    kept: int = -1
+    """The log page that a crossing has filled."""
+
+    def can_keep(self, accepted: int) -> bool:
+        """Whether so many of the tokens can stay without the others."""
+        return self.mode is not Mode.SCAN or accepted == 0 or self.count - accepted <= self.tail
 
 
 class StateAppend(GroupAppend[StateTable]):
@@ -118,14 +191,16 @@ class StateAppend(GroupAppend[StateTable]):
     def apply(
         self, part: Sequence[Wanted[StateTable]], new: NewTokens, work: PageWork
     ) -> StateView:
-        log_tokens = self._pools.layout.log_tokens
         rows: list[tuple[int, ...]] = []
         for seq, table, count in part:
-            mode = choose(table.log_length, count, log_tokens)
-            step = Step(seq, table, count, mode, table.copy())
+            step = Step(seq, table, count, table.copy())
             self._steps.append(step)
+            if self._pools.odd(table):
+                self._fold(table, 0, work)
+            step.start = table.copy()
+            step.mode, step.tail = self._pools.choose(table.position, table.log_length, count)
             self._take_in(step, work)
-            rows.append(_row(step))
+            rows.append(_row(step, self._pools.layout.log_tokens))
         columns = np.array(rows, np.int32).T.copy()
         layout = self._pools.layout
         sizes = layout.state_page_bytes, layout.log_page_bytes, layout.log_stride
@@ -133,33 +208,43 @@ class StateAppend(GroupAppend[StateTable]):
 
     def _take_in(self, step: Step, work: PageWork) -> None:
         """Makes room for new tokens. Interrupted anywhere, `undo` takes it back."""
-        table, pools = step.table, self._pools
-        if step.mode is Mode.SCAN:
-            tail = pools.layout.tail_tokens
-            _replace_state(table, step.before.next_position + step.count - tail, self.states)
-            _replace_log(table, tail, self.logs)
-            return
+        table = step.table
+        if step.mode in (Mode.APPEND, Mode.CROSS):
+            filled = step.count if step.mode is Mode.APPEND else step.count - step.tail
+            self._lengthen(step, filled, work)
         if step.mode is Mode.FOLD:
-            state_in, log, n = table.state, table.log, table.log_length
-            _replace_state(table, table.next_position, self.states)
-            _replace_log(table, step.count, self.logs)
-            work.fold(pools.layout.spec.name, state_in, log, n, table.state)
-        elif pools.can_append(step.seq, table):
-            table.log_length += step.count
-        else:
-            log = table.log
-            _replace_log(table, table.log_length + step.count, self.logs)
-            if log >= 0:
-                work.copy(pools.logs.name, log, table.log)
+            self._fold(table, step.count, work)
+        elif step.mode is not Mode.APPEND:
+            step.kept = table.log if step.mode is Mode.CROSS else -1
+            _replace_state(table, step.start.next_position + step.count - step.tail, self.states)
+            _replace_log(table, step.tail, self.logs)
+
+    def _fold(self, table: StateTable, count: int, work: PageWork) -> None:
+        """The log becomes part of a new state, and a new log has room for so many tokens."""
+        state_in, log, n = table.state, table.log, table.log_length
+        _replace_state(table, table.next_position, self.states)
+        _replace_log(table, count, self.logs)
+        work.fold(self._pools.layout.spec.name, state_in, log, n, table.state)
+
+    def _lengthen(self, step: Step, count: int, work: PageWork) -> None:
+        """So many entries more in the log, or in a copy of it where others hold it too."""
+        table, pools = step.table, self._pools
+        if pools.can_append(step.seq, table):
+            table.log_length += count
+            return
+        log = table.log
+        _replace_log(table, table.log_length + count, self.logs)
+        if log >= 0:
+            work.copy(pools.logs.name, log, table.log)
 
     def check(self, accepted: Mapping[int, int]) -> None:
         for step in self._steps:
-            least = step.count - self._pools.layout.tail_tokens
-            if step.mode is Mode.SCAN and 0 < accepted[step.seq] < least:
+            if not step.can_keep(accepted[step.seq]):
                 raise RequestError(
                     f"sequence {step.seq} took in {step.count} tokens at once and cannot keep "
-                    f"{accepted[step.seq]} of them; keep {least} or more, or none, or give it at "
-                    f"most {self._pools.layout.log_tokens} tokens (room_for_draft)"
+                    f"{accepted[step.seq]} of them; keep {step.count - step.tail} or more, or "
+                    f"none, or give it at most {self._pools.layout.log_tokens} tokens "
+                    "(room_for_draft)"
                 )
 
     def keep(self, accepted: Mapping[int, int]) -> None:
@@ -167,6 +252,8 @@ class StateAppend(GroupAppend[StateTable]):
             kept = accepted[step.seq]
             if kept == 0:
                 self._undo(step)
+            elif step.mode is Mode.CROSS and kept <= step.count - step.tail:
+                self._stay_before(step, kept)
             elif kept < step.count:
                 step.table.log_length -= step.count - kept
                 if step.table.log_length == 0:  # a scan without its tail
@@ -186,6 +273,14 @@ class StateAppend(GroupAppend[StateTable]):
         for reserved in self.reserved:
             reserved.give_back()
 
+    def _stay_before(self, step: Step, kept: int) -> None:
+        """No token past the fold stays: the state before it again, and the log that was filled."""
+        table, start = step.table, step.start
+        _put_back(table.state, start.state, self.states)
+        _put_back(table.log, step.kept, self.logs)
+        length = start.log_length + kept
+        table.become(StateTable(start.state, start.position, step.kept, length))
+
     def _undo(self, step: Step) -> None:
         table, before = step.table, step.before
         _put_back(table.state, before.state, self.states)
@@ -193,14 +288,18 @@ class StateAppend(GroupAppend[StateTable]):
         table.become(before)
 
 
-def _row(step: Step) -> tuple[int, int, int, int, int, int]:
-    """One sequence in the view: state in and out, log in, its length, log out, tail."""
-    table, before = step.table, step.before
-    if step.mode is Mode.SCAN:
-        tail = table.log_length
-        return before.state, table.state, before.log, before.log_length, table.log, tail
+def _row(step: Step, log_tokens: int) -> tuple[int, ...]:
+    """One sequence in the view, column by column."""
+    table, start = step.table, step.start
+    position = start.next_position if step.mode is Mode.FOLD else start.position
+    room = log_tokens - position % log_tokens
+    if step.mode in (Mode.SCAN, Mode.CROSS):
+        length = start.log_length
+        own = start.log if step.mode is Mode.SCAN else step.kept
+        log = own if length else -1
+        return start.state, table.state, log, length, table.log, step.tail, step.kept, room
     length = table.log_length - step.count
-    return table.state, -1, table.log if length else -1, length, table.log, 0
+    return table.state, -1, table.log if length else -1, length, table.log, 0, -1, room
 
 
 def _replace_state(table: StateTable, position: int, reserved: ReservedPages) -> None:

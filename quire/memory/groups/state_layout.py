@@ -11,6 +11,30 @@ from quire.memory.groups.layout import aligned
 
 
 @dataclass(frozen=True)
+class StateParts:
+    """What one layer's state and log entries are made of, in floats."""
+
+    tail: int
+    """Of its convolution, and what fills it up."""
+    heads: int
+    dk: int
+    dv: int
+    raw: int
+    """Raw inputs of a token; what a device derives from them lies behind."""
+    derived: int = 0
+
+    @property
+    def rows(self) -> int:
+        """A state in rows, filled up to 64 bytes."""
+        return -(-self.heads * self.dk * self.dv // 16) * 16
+
+    @property
+    def lanes(self) -> int:
+        """A state in blocks of 16 columns."""
+        return self.heads * -(-self.dv // 16) * self.dk * 16
+
+
+@dataclass(frozen=True)
 class RecurrentSpec:
     """Recurrent layers of a model that share one table, as the model declares them."""
 
@@ -21,7 +45,9 @@ class RecurrentSpec:
     log_bytes: int
     """Bytes of one token's raw inputs to one layer."""
     log_tokens: int = 16
-    """Tokens in the log before it is folded into the state."""
+    """Tokens in the log before it is folded into the state; on some devices at multiples of it."""
+    parts: StateParts | None = None
+    """What they are made of, where the device says: then they can be read on others."""
     kind: Literal["recurrent"] = field(default="recurrent", init=False)
 
     def __post_init__(self) -> None:
@@ -77,8 +103,3 @@ class StateLayout:
     def layers(self) -> tuple[int, ...]:
         """Every layer that reads this memory."""
         return self.spec.layers
-
-    @property
-    def tail_tokens(self) -> int:
-        """Entries that a scan leaves in the log: half of it, so that as many can follow."""
-        return self.spec.log_tokens // 2

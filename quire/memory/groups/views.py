@@ -24,6 +24,8 @@ class Subset:
     """Rows of the tokens."""
     starts: Int32
     """For each sequence, how many of its new tokens come before."""
+    counts: Int32
+    """For each sequence, how many there are."""
     behind: Int32
     """For each sequence, how many come after."""
 
@@ -70,9 +72,10 @@ class StateView:
 
         append   state_out = -1   raw inputs → page log_out, entries log_length, log_length + 1, …
         scan     the state after all new tokens but the last `tail` → page state_out, and
-                 the raw inputs of those → page log_out, entries 0 … tail-1
+                 the raw inputs of those → page log_out, entries 0 … tail-1; where log_kept is
+                 not -1, those before → page log_kept, entries log_length, log_length + 1, …
 
-    So after a scan too, the last tokens can be taken back.
+    So after a scan too, the last tokens can be taken back, and where the log before is kept, all.
     """
 
     layout: StateLayout
@@ -92,19 +95,34 @@ class StateView:
     """[n_seqs] page id; of an append the one of `log_in` if that is not -1; -1 for no tail."""
     tail: Int32
     """[n_seqs] new tokens of a scan that go into its log; 0 for an append."""
+    log_kept: Int32
+    """[n_seqs] page id, that of `log_in` if that is not -1; -1 where only a scan's tail is kept."""
+    room: Int32
+    """[n_seqs] entries behind `state_in` up to where logs are folded, if that is at positions."""
 
     def part(self, part: Subset) -> StateView:
         """What the kernels see when only some of the new tokens are computed: of logs, any."""
-        seqs = part.seqs
-        scans = self.state_out[seqs] >= 0
-        assert not (part.starts + part.behind)[scans].any(), "a scan is computed as a whole"
-        length = self.log_length[seqs] + part.starts
-        log = np.where(scans, self.log_in[seqs], np.where(length > 0, self.log_out[seqs], -1))
-        return StateView(
-            self.layout, self.state_page_bytes, self.log_page_bytes, self.log_stride,
-            self.state_in[seqs], self.state_out[seqs], log.astype(np.int32), length,
-            self.log_out[seqs], self.tail[seqs],
+        seqs, starts, ends = part.seqs, part.starts, part.starts + part.counts
+        scans, kept = self.state_out[seqs] >= 0, self.log_kept[seqs]
+        whole = scans & (kept < 0)
+        assert not (starts + part.behind)[whole].any(), "a scan is computed as a whole"
+        head = ends + part.behind - self.tail[seqs]  # tokens of a scan before its tail
+        before = scans & ~whole & (ends <= head)  # they only go into the log that is kept
+        after = scans & ~whole & (starts > head)  # they only go into the new one
+        scans = scans & ~before & ~after
+        length = np.where(after, starts - head, self.log_length[seqs] + starts)
+        log_out = np.where(before, kept, self.log_out[seqs])
+        own = np.where(scans, kept, log_out)  # where the entries of earlier parts are
+        log_in = np.where(whole, self.log_in[seqs], np.where(length > 0, own, -1))
+        tail = np.where(scans, self.tail[seqs] - part.behind, 0)
+        columns = (
+            np.where(after, self.state_out[seqs], self.state_in[seqs]),
+            np.where(scans, self.state_out[seqs], -1), log_in, length, log_out, tail,
+            np.where(scans, kept, -1),
+            np.where(after, self.layout.log_tokens, self.room[seqs]),
         )  # fmt: skip
+        sizes = self.layout, self.state_page_bytes, self.log_page_bytes, self.log_stride
+        return StateView(*sizes, *(column.astype(np.int32) for column in columns))
 
 
 View = PageView | StateView

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from hashlib import blake2b
 from typing import Any
 
@@ -94,6 +94,8 @@ def describe(group: AnyGroup) -> dict[str, object]:
         field.name: getattr(layout.spec, field.name) for field in fields(layout.spec)
     }
     described["layers"] = list(layout.spec.layers)
+    if described.get("parts") is not None:
+        described["parts"] = list(astuple(layout.spec.parts))
     if isinstance(layout, AttentionLayout):
         described["reuse"] = {str(k): v for k, v in layout.spec.reuse.items()}
         described |= {"type_k": layout.type_k.value, "type_v": layout.type_v.value}

@@ -52,8 +52,7 @@ class ParkedPages:
         whole[self.moved] = fresh
         try:
             for at, stored in self.stored:
-                with self.pool.bytes.writing(whole[at]) as pages:
-                    stored.load(pages)
+                stored.bring(self.pool, whole[at])
         except BaseException:
             self.pool.release(fresh)
             raise
@@ -122,7 +121,7 @@ def move_out(parked: Parked, tier: Tier, but: Staying | None) -> None:
         for part in parked.parts:
             at = np.flatnonzero(~part.moved)
             at = at[leaving(part.pool, part.pages[at], but)]
-            done.append((part, at, tier.store(part.pool.bytes.read(part.pages[at]))))
+            done.append((part, at, tier.take(part.pool, part.pages[at])))
     except BaseException:
         for _, _, stored in done:
             stored.drop()

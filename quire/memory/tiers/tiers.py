@@ -13,7 +13,8 @@ from __future__ import annotations
 import os
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
@@ -22,7 +23,9 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.devices.device import Ids
 from quire.errors import TierError
+from quire.memory.pages.pool import PagePool
 
 Bytes = NDArray[np.uint8]
 _BUFFERS = 512  # as many pages as one system call is given
@@ -34,6 +37,7 @@ class Speed:
 
     def __init__(self) -> None:
         self._bytes, self._seconds = 0.0, 0.0
+        self._under_way: deque[tuple[int, Callable[[], float | None]]] = deque(maxlen=64)
 
     @contextmanager
     def measure(self, n_bytes: int) -> Iterator[None]:
@@ -43,9 +47,17 @@ class Speed:
         self._bytes = self._bytes / 2 + n_bytes
         self._seconds = self._seconds / 2 + perf_counter() - start
 
+    def add(self, n_bytes: int, seconds: Callable[[], float | None]) -> None:
+        """Moving so many bytes was started, and will tell how long it took."""
+        self._under_way.append((n_bytes, seconds))
+
     @property
     def bytes_per_s(self) -> float:
         """The speed, or a guess where nothing was measured yet."""
+        while self._under_way and (took := self._under_way[0][1]()) is not None:
+            n_bytes, _ = self._under_way.popleft()
+            self._bytes = self._bytes / 2 + n_bytes
+            self._seconds = self._seconds / 2 + took
         return self._bytes / self._seconds if self._seconds > 0 else _GUESS
 
 
@@ -58,6 +70,11 @@ class Stored(ABC):
     @abstractmethod
     def load(self, pages: Sequence[Bytes]) -> None:
         """Copies all of them back, in the order they were stored."""
+
+    def bring(self, pool: PagePool, pages: Ids) -> None:
+        """Copies all of them into pages of a pool, in the order they were stored."""
+        with pool.bytes.writing(pages) as arrays:
+            self.load(arrays)
 
     @abstractmethod
     def drop(self) -> None:
@@ -77,9 +94,13 @@ class Tier(ABC):
         """Whether there is room."""
         return self.used + n_bytes <= self.limit
 
+    def take(self, pool: PagePool, pages: Ids) -> Stored:
+        """Copies pages of a pool here; TierError, and nothing changed, if it cannot."""
+        return self.store(pool.bytes.read(pages))
+
     @abstractmethod
     def store(self, pages: Sequence[Bytes]) -> Stored:
-        """Copies pages here; TierError, and nothing changed, if it cannot."""
+        """Copies bytes here; TierError, and nothing changed, if it cannot."""
 
     @abstractmethod
     def close(self) -> None:

@@ -1,20 +1,16 @@
-"""The group `PageOps` of the table: one launch for each kind of work."""
+"""The group `PageOps` of the table, but for folds: one launch for each kind of work."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 import torch
 import triton
 
-from quire.ops import HeadsHandle, Int32, Int64, Recurrent, RopeHandle
+from quire.ops import HeadsHandle, Int32, Int64, RopeHandle
 from quire.ops.cuda.arrays import Arrays
 from quire.ops.cuda.kernels import heads as kernels
 from quire.ops.cuda.machine import need, need_apart, need_ids, power_of_two
 from quire.ops.cuda.paged import TYPES, Layer, layer_of, need_placed, rope_of
-from quire.ops.cuda.recurrent_rows import fold, layers_of
-from quire.ops.cuda.recurrent_rows import need_placed as need_states_placed
 
 _PIECE = 4096  # words of a page that one program copies
 
@@ -26,6 +22,11 @@ class PageWork(Arrays):
     def page_layout(self) -> str:
         """The order of bytes inside pages: rows of tokens, head by head; states [dv, dk]."""
         return "rows"
+
+    @property
+    def folds_at_positions(self) -> bool:
+        """Yes: outputs are computed from the last state and what its log has derived."""
+        return True
 
     def copy_pages(self, base: int, page_bytes: int, sources: Int32, targets: Int32) -> None:
         """Copies whole pages."""
@@ -96,28 +97,6 @@ class PageWork(Arrays):
             page_bytes, KV_HEADS=h.n_kv_heads, TOKENS=page_tokens, ROW=kind.row(dims),
             LEVELS=kind.levels(dims), BLOCK=power_of_two(kind.levels(dims)), num_warps=1,
         )  # fmt: skip
-
-    def fold(
-        self, layers: Sequence[Recurrent], offsets: Sequence[tuple[int, int]],
-        state_base: int, state_page_bytes: int, log_base: int, log_page_bytes: int, log_stride: int,
-        state_in: Int32, log: Int32, n_entries: Int32, state_out: Int32,
-    ) -> None:  # fmt: skip
-        """Replays log pages on state pages (-1: zeros) into other state pages, in all layers."""
-        need(len(layers) == len(offsets), f"{len(layers)} layers, but offsets of {len(offsets)}")
-        need_ids("fold", state_in, len(state_in), least=-1)
-        need_ids("fold", log, len(state_in))
-        need_ids("fold", state_out, len(state_in))
-        need_apart("fold", state_in, state_out)
-        need(len(n_entries) == len(state_in), "fold: one entry per fold")
-        need((n_entries > 0).all(), "fold: there are no entries to fold")
-        most = int(n_entries.max(initial=0))
-        mine = layers_of(layers)
-        for layer, (state_at, log_at) in zip(mine, offsets, strict=True):
-            sizes = state_at, state_page_bytes, log_at, log_page_bytes, log_stride
-            need_states_placed(layer, *sizes, most)
-        if len(state_in) and mine:
-            bytes = state_base, state_page_bytes, log_base, log_page_bytes, log_stride
-            fold(self.machine, mine, offsets, bytes, state_in, log, n_entries, state_out)
 
 
 def _independent(columns: list[Int32], page_tokens: int) -> list[slice]:

@@ -1,24 +1,29 @@
-"""The group `RecurrentOps` of the table."""
+"""The group `RecurrentOps` of the table, and the folding of logs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from quire.ops import Array, Float32, Int32, Recurrent, States, StateTables
 from quire.ops.cuda.arrays import Arrays, values_of
-from quire.ops.cuda.machine import Machine, need
-from quire.ops.cuda.recurrent_rows import CudaLayer, Rows, layer_of, need_placed, run
-
-
-@dataclass(frozen=True)
-class CudaStates:
-    """One group's states and logs in one step."""
-
-    view: StateTables
-    rows: Rows
+from quire.ops.cuda.machine import Machine, need, need_apart, need_ids
+from quire.ops.cuda.recurrent_rows import (
+    CudaLayer,
+    CudaStates,
+    Places,
+    StateShape,
+    fold,
+    layer_of,
+    layers_of,
+    need_placed,
+    raw_inputs,
+    run,
+    state_columns,
+    state_shape,
+)
 
 
 class RecurrentLayers(Arrays):
@@ -26,7 +31,7 @@ class RecurrentLayers(Arrays):
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
-        self._places: dict[tuple[int, int, int], tuple[CudaLayer, torch.Tensor]] = {}
+        self._offsets: dict[tuple[int, ...], torch.Tensor] = {}
 
     def delta_net(
         self, n_k: int, n_v: int, dk: int, dv: int, conv: Float32, conv_bias: Float32 | None,
@@ -75,66 +80,119 @@ class RecurrentLayers(Arrays):
         weight, *rest = (upload(each.astype(np.float32)) for each in (conv, a, dt_bias, d))
         own_bias = None if bias is None else upload(bias.astype(np.float32))
         return CudaLayer(
-            self.machine, kind, *sizes, len(conv), conv.shape[1], weight, own_bias, rest[0],
+            kind, *sizes, len(conv), conv.shape[1], weight, own_bias, rest[0],
             rest[1], rest[2], tiled, (dt_limits[0], dt_limits[1]),
         )  # fmt: skip
 
     def states(self, view: StateTables, state_base: int, log_base: int, seq_rows: Int32) -> States:
         """One recurrent group's states and logs as the kernels of a step see them."""
         need_states(view, seq_rows)
-        fresh = np.bincount(seq_rows, minlength=len(view.state_in)).astype(np.int32)
-        # Rows follow the sequences' order in the batch, which need not be that of their numbers.
-        order = seq_rows[np.concatenate([[True], np.diff(seq_rows) != 0])]
-        places = state_base, view.state_page_bytes, log_base, view.log_page_bytes, view.log_stride
-        columns = (view.log_length, fresh, view.log_in, view.state_in, view.state_out, view.tail,
-                   view.log_out)  # fmt: skip
-        rows = Rows.make(self.machine, places, *(column[order] for column in columns))
-        return States(CudaStates(view, rows))
+        shape = state_shape(view, seq_rows)
+        columns = self.machine.upload_all(state_columns(view, seq_rows, shape))
+        return States(CudaStates(state_places(view, state_base, log_base), shape, columns))
 
     def recur(
         self, x: Array, layer: Recurrent, states: States, state_offset: int, log_offset: int
     ) -> Array:
         """Takes tokens into their logs or states, and returns the layer's outputs."""
         assert isinstance(states, CudaStates)
-        mine, view, rows = layer_of(layer), states.view, states.rows
-        shape = rows.n_new, mine.in_cols
+        mine, at = layer_of(layer), states.places
+        shape = states.shape.tokens, mine.in_cols
         need(x.shape == shape, f"recur: x is {x.shape} where {shape} is needed")
         need_placed(
-            mine, state_offset, view.state_page_bytes, log_offset, view.log_page_bytes,
-            view.log_stride, view.layout.log_tokens,
+            mine, state_offset, at.state_bytes, log_offset, at.log_bytes, at.log_stride,
+            at.log_tokens,
         )  # fmt: skip
-        offsets = self._place(mine, state_offset, log_offset)
-        out = self.machine.empty(rows.n_new, mine.out_cols)
-        run([mine], offsets[:5], offsets[5:], rows, values_of(x), out)
-        return self.new(out)
+        return self.new(run(self.machine, mine, states, state_offset, log_offset, values_of(x)))
 
-    def _place(self, layer: CudaLayer, state_offset: int, log_offset: int) -> torch.Tensor:
-        """Addresses of a layer's weights, and where its state and log lie: kept for every step."""
-        key = id(layer), state_offset, log_offset
-        if key not in self._places:
-            column = [*layer.addresses, state_offset // 4, log_offset // 4]
-            uploaded = self.machine.upload(np.array(column, np.int64).reshape(-1, 1))
-            self._places[key] = layer, uploaded  # the layer lives as long as its number is used
-        return self._places[key][1]
+    def fold(
+        self, layers: Sequence[Recurrent], offsets: Sequence[tuple[int, int]],
+        state_base: int, state_page_bytes: int, log_base: int, log_page_bytes: int, log_stride: int,
+        state_in: Int32, log: Int32, n_entries: Int32, state_out: Int32,
+    ) -> None:  # fmt: skip
+        """Makes log pages part of state pages (-1: zeros), in other state pages, in all layers."""
+        need(len(layers) == len(offsets), f"{len(layers)} layers, but offsets of {len(offsets)}")
+        need_ids("fold", state_in, len(state_in), least=-1)
+        need_ids("fold", log, len(state_in))
+        need_ids("fold", state_out, len(state_in))
+        need_apart("fold", state_in, state_out)
+        need(len(n_entries) == len(state_in), "fold: one entry per fold")
+        need((n_entries > 0).all(), "fold: there are no entries to fold")
+        most = int(n_entries.max(initial=1))
+        mine = layers_of(layers)
+        for layer, (state_at, log_at) in zip(mine, offsets, strict=True):
+            sizes = state_at, state_page_bytes, log_at, log_page_bytes, log_stride
+            need_placed(layer, *sizes, most)
+        if len(state_in) and mine:
+            columns = self.machine.upload_all([state_in, log, n_entries, state_out])
+            sizes = state_base, state_page_bytes, log_base, log_page_bytes, log_stride
+            fold(self.machine, mine[0], Places(*sizes, most), self._uploaded(offsets), columns)
+
+    def state_parts(self, layer: Recurrent) -> tuple[int, int, int, int, int, int]:
+        """What a layer's state and its entries in logs are made of."""
+        mine = layer_of(layer)
+        derived = mine.log_bytes // 4 - mine.raw_cols
+        return mine.tail_words, mine.heads, mine.dk, mine.dv, mine.raw_cols, derived
+
+    def derive(
+        self, layers: Sequence[Recurrent], offsets: Sequence[tuple[int, int]],
+        state_base: int, state_page_bytes: int, log_base: int, log_page_bytes: int, log_stride: int,
+        state_in: Int32, log: Int32, n_entries: Int32,
+    ) -> None:  # fmt: skip
+        """Completes entries of logs: their raw inputs are computed as new tokens."""
+        sizes = state_base, state_page_bytes, log_base, log_page_bytes, log_stride
+        places, n = Places(*sizes, int(n_entries.max(initial=1))), len(log)
+        rows = np.repeat(np.arange(n, dtype=np.int32), n_entries)
+        none, zero = np.full(n, -1, np.int32), np.zeros(n, np.int32)
+        ahead = np.arange(len(rows)) - (np.cumsum(n_entries) - n_entries)[rows]
+        first = np.cumsum(n_entries) - n_entries
+        told = (first, n_entries, state_in, none, zero, none, none, n_entries, rows, log[rows],
+                ahead)  # fmt: skip
+        columns = self.machine.upload_all([column.astype(np.int32) for column in told])
+        states = CudaStates(places, StateShape(len(rows), n), columns)
+        for layer, (state_at, log_at) in zip(layers_of(layers), offsets, strict=True):
+            if layer.kind != "conv":
+                x = raw_inputs(self.machine, layer, states, log_at)
+                run(self.machine, layer, states, state_at, log_at, x)
+
+    def _uploaded(self, offsets: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """Floats at which states start, then logs, by layer: the same in every fold of a group."""
+        key = tuple(at // 4 for part in zip(*offsets, strict=True) for at in part)
+        if key not in self._offsets:
+            self._offsets[key] = self.machine.upload(np.array(key, np.int64))
+        return self._offsets[key]
+
+
+def state_places(view: StateTables, state_base: int, log_base: int) -> Places:
+    """Where a view's pages lie."""
+    sizes = view.state_page_bytes, log_base, view.log_page_bytes, view.log_stride
+    return Places(state_base, *sizes, view.layout.log_tokens)
 
 
 def need_states(view: StateTables, seq_rows: Int32) -> None:
     """Refuses tables that say neither append nor scan, or would overwrite what they read."""
     n, log_tokens = len(view.state_in), view.layout.log_tokens
     columns = (view.state_out, view.log_in, view.log_length, view.log_out, view.tail)
+    columns += view.log_kept, view.room
     need(all(len(each) == n for each in columns), "one entry per sequence")
     need(((seq_rows >= 0) & (seq_rows < n)).all(), "a token of no sequence")
     counts = np.bincount(seq_rows, minlength=n)
     need((counts > 0).all(), "a sequence without tokens")
     need(np.count_nonzero(np.diff(seq_rows)) == n - 1, "the tokens of a sequence lie apart")
-    ids = (view.state_in, view.state_out, view.log_in, view.log_out)
+    ids = (view.state_in, view.state_out, view.log_in, view.log_out, view.log_kept)
     need(all((each >= -1).all() for each in ids), "a page below -1")
-    length, tail, scan = view.log_length, view.tail, view.state_out >= 0
-    need(((length >= 0) & (length <= log_tokens)).all(), "more entries than a log holds")
+    length, tail, kept = view.log_length, view.tail, view.log_kept
+    need(((length >= 0) & (length <= view.room)).all(), "more entries than a log holds")
+    need(((view.room > 0) & (view.room <= log_tokens)).all(), "a log without an end")
     need(((length == 0) | (view.log_in >= 0)).all(), "entries in no log")
-    append = (view.log_out >= 0) & (tail == 0) & (length + counts <= log_tokens)
-    append &= (view.log_in < 0) | (view.log_in == view.log_out)
-    scans = (view.state_out != view.state_in) & (tail >= 0) & (tail < counts)
-    scans &= (tail <= log_tokens) & ((tail > 0) == (view.log_out >= 0))
+    same = (view.log_in < 0) | (view.log_in == np.where(kept >= 0, kept, view.log_out))
+    append = (view.log_out >= 0) & (tail == 0) & (length + counts <= view.room) & (kept < 0) & same
+    padding = (np.stack(ids) == -1).all(0) & (tail == 0)
+    head = counts - tail  # tokens before the state that is written
+    scans = (view.state_out != view.state_in) & (tail >= 0) & (tail <= log_tokens)
+    scans &= (head > 0) | ((kept >= 0) & (head == 0))
+    scans &= (tail > 0) == (view.log_out >= 0)
     scans &= (view.log_out < 0) | (view.log_out != view.log_in)
-    need(np.where(scan, scans, append).all(), "a sequence that can neither append nor scan so")
+    scans &= (kept < 0) | (same & (kept != view.log_out) & (length + head <= view.room))
+    good = np.where(view.state_out >= 0, scans, append | padding)
+    need(good.all(), "a sequence that can neither append nor scan so")

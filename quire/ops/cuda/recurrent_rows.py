@@ -1,27 +1,28 @@
-"""Recurrent layers on the GPU, and the rows of tokens that kernels run them over."""
+"""Recurrent layers on the GPU, and where the states and logs of a step lie."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
 import triton
 
-from quire.ops import Int32, Recurrent
+from quire.ops import Int32, Recurrent, StateTables
+from quire.ops.cuda import recur_native
 from quire.ops.cuda.kernels import recur as kernels
-from quire.ops.cuda.machine import Machine, from_lowest, need, power_of_two
+from quire.ops.cuda.machine import Machine, need, power_of_two
 
 _LINE = 16  # floats: what follows a tail starts at a multiple of 64 bytes
+_COLUMNS = 32  # columns of values that a program has: bits depend on it
+_KEPT = 512  # channels of a tail that a program folds
 
 
 @dataclass(frozen=True, eq=False)
 class CudaLayer:
     """A recurrent layer and the sizes it declares."""
 
-    machine: Machine
     kind: str
     """delta, ssd or conv."""
     in_cols: int
@@ -53,21 +54,29 @@ class CudaLayer:
         return 4 * (self.tail_words + -(-state // _LINE) * _LINE)
 
     @property
-    def entry_cols(self) -> int:
-        """Floats of a token in a log."""
+    def raw_cols(self) -> int:
+        """Floats of a token's raw inputs in a log."""
         return self.channels if self.kind == "conv" else self.in_cols
 
     @property
     def log_bytes(self) -> int:
-        """Bytes of one token in a log page."""
-        return 4 * self.entry_cols
+        """Bytes of one token in a log page: raw inputs, then its key, its u and its decays."""
+        if self.kind == "conv":
+            return 4 * self.channels
+        return 4 * (self.in_cols + self.k_heads * self.dk + self.heads * self.dv + self.heads)
 
-    @cached_property
-    def addresses(self) -> tuple[int, ...]:
-        """Where weight, bias, a, dt_bias and d lie."""
-        bias = self.weight if self.bias is None else self.bias
-        found = (self.weight, bias, self.a, self.dt_bias, self.d)
-        return tuple(int(each.data_ptr()) for each in found)
+    @property
+    def shape(self) -> dict[str, int | bool]:
+        """What kernels are compiled for."""
+        return {
+            "HEADS": self.heads, "K_HEADS": self.k_heads, "TILED": self.tiled, "DK": self.dk,
+            "DV": self.dv, "DKP": power_of_two(self.dk, 32), "BV": _COLUMNS,
+        }  # fmt: skip
+
+    @property
+    def programs(self) -> int:
+        """How many programs share its heads."""
+        return self.heads * triton.cdiv(self.dv, _COLUMNS)
 
 
 def layer_of(layer: Recurrent) -> CudaLayer:
@@ -93,173 +102,180 @@ def need_placed(
     inside = 0 <= state_at <= state_page - layer.state_bytes and state_at % 64 == 0
     need(inside, f"recurrent layer: its state at {state_at} of a page of {state_page}")
     need(stride >= layer.log_bytes, f"recurrent layer: entries are {stride} bytes apart")
-    inside = 0 <= log_at <= log_page - entries * stride and log_at % 4 == 0
+    inside = 0 <= log_at <= log_page - entries * stride and log_at % 16 == 0
     need(inside, f"recurrent layer: its log at {log_at} of a page of {log_page}")
-    whole = state_page % 4 == 0 and log_page % 4 == 0 and stride % 4 == 0
-    need(whole, "recurrent layer: pages and entries must be whole floats")
+    whole = state_page % 16 == 0 and log_page % 16 == 0 and stride % 16 == 0
+    need(whole, "recurrent layer: pages and entries must be multiples of 16 bytes")
 
 
-@dataclass
-class Rows:
-    """Tokens since the states of some sequences, in order, and where all of it lies."""
+@dataclass(frozen=True)
+class Places:
+    """Where pages lie, and how large they are."""
 
-    machine: Machine
     state_base: int
-    state_words: int
+    state_bytes: int
     log_base: int
-    log_words: int
+    log_bytes: int
     log_stride: int
-    n_rows: int
-    n_seqs: int
-    n_new: int
-    page: torch.Tensor
-    """[rows] log page of an entry, -1 for a new token."""
-    index: torch.Tensor
-    """[rows] number of the entry, or row of the new token."""
-    seq: torch.Tensor
-    log: torch.Tensor
-    """[rows] log page that a new token goes into, or -1."""
-    entry: torch.Tensor
-    start: torch.Tensor
-    """[sequences] first row, first new one, end, and the row whose state is stored."""
-    new: torch.Tensor
-    end: torch.Tensor
-    state_end: torch.Tensor
-    state_in: torch.Tensor
-    state_out: torch.Tensor
-
-    @classmethod
-    def make(
-        cls, machine: Machine, places: tuple[int, int, int, int, int], old: Int32, fresh: Int32,
-        log_in: Int32, state_in: Int32, state_out: Int32, tail: Int32, log_out: Int32,
-    ) -> Rows:  # fmt: skip
-        """From entries and new tokens of each sequence, and the pages they are in and go to."""
-        state_base, state_bytes, log_base, log_bytes, stride = places
-        state_base, (state_in, state_out) = from_lowest(
-            state_base, state_bytes, state_in, state_out
-        )
-        log_base, (log_in, log_out) = from_lowest(log_base, log_bytes, log_in, log_out)
-        counts = old + fresh
-        ends = np.cumsum(counts)
-        starts = ends - counts
-        seq = np.repeat(np.arange(len(counts)), counts)
-        at = np.arange(int(counts.sum())) - starts[seq]
-        is_new = at >= old[seq]
-        new_row = at - old[seq]
-        page = np.where(is_new, -1, log_in[seq])
-        index = np.where(is_new, new_row + (np.cumsum(fresh) - fresh)[seq], at)
-        scans = state_out >= 0
-        kept_from = np.where(scans, fresh - tail, 0)
-        kept = is_new & (new_row >= kept_from[seq]) & (log_out[seq] >= 0)
-        entry = new_row - kept_from[seq] + np.where(scans, 0, old)[seq]
-        columns = [
-            page, index, seq, np.where(kept, log_out[seq], -1), entry, starts, starts + old, ends,
-            np.where(scans, ends - tail, -1), state_in, state_out,
-        ]  # fmt: skip
-        uploaded = machine.upload_all([column.astype(np.int32) for column in columns])
-        words = state_base, state_bytes // 4, log_base, log_bytes // 4, stride // 4
-        sizes = len(seq), len(counts), int(fresh.sum())
-        return cls(machine, *words, *sizes, *uploaded)
+    log_tokens: int
 
     @property
-    def states(self) -> torch.Tensor:
-        """State pages as kernels address them."""
-        return self._pointer(self.state_base)
+    def bases(self) -> tuple[int, int]:
+        """Addresses of both pools."""
+        return self.state_base, self.log_base
 
     @property
-    def logs(self) -> torch.Tensor:
-        """Log pages as kernels address them."""
-        return self._pointer(self.log_base)
-
-    def _pointer(self, address: int) -> torch.Tensor:
-        """Where there are no pages, something that nobody reads."""
-        return self.machine.pointer(address, torch.float32) if address else self._nothing
-
-    @cached_property
-    def _nothing(self) -> torch.Tensor:
-        return self.machine.empty(1)
+    def words(self) -> tuple[int, int, int]:
+        """Floats of a state page, of a log page, and from one entry to the next."""
+        return self.state_bytes // 4, self.log_bytes // 4, self.log_stride // 4
 
 
-def _offsets(machine: Machine, offsets: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """Floats at which states and logs of layers start: [2, layers]."""
-    return machine.upload((np.array(offsets, np.int64).T // 4).copy())
+@dataclass(frozen=True)
+class StateShape:
+    """How large a step is: padding included, so that a captured one serves several."""
+
+    tokens: int
+    seqs: int
+    """More than there are where there are more tokens: padding is a sequence too."""
+
+    @property
+    def sizes(self) -> list[int]:
+        """Of the columns that kernels are told."""
+        return [self.seqs] * 8 + [self.tokens] * 3
 
 
-def _table(machine: Machine, layers: Sequence[CudaLayer]) -> torch.Tensor:
-    """Addresses of weights: [5, layers]."""
-    return machine.upload(np.array([layer.addresses for layer in layers], np.int64).T.copy())
+def state_shape(view: StateTables, seq_rows: Int32) -> StateShape:
+    """The shape of a step as it is."""
+    return StateShape(len(seq_rows), len(view.state_in))
+
+
+def state_columns(view: StateTables, seq_rows: Int32, shape: StateShape) -> list[Int32]:
+    """What kernels are told of a step: eight numbers for each sequence, three for each token."""
+    n, tokens = len(view.state_in), np.arange(len(seq_rows), dtype=np.int32)
+    count = np.bincount(seq_rows, minlength=n)
+    starts = np.concatenate([[True], np.diff(seq_rows) != 0])
+    first = np.zeros(n, np.int32)
+    first[seq_rows[starts]] = tokens[starts]
+    scans = view.state_out >= 0
+    end = np.where(scans, count - view.tail, -1)
+    ahead = tokens - first[seq_rows]
+    behind = scans[seq_rows] & (ahead >= end[seq_rows])  # in the log that follows a new state
+    page = np.where(scans, view.log_kept, view.log_out)[seq_rows]
+    page = np.where(behind, view.log_out[seq_rows], page)
+    slot = ahead + np.where(behind, -end[seq_rows], view.log_length[seq_rows])
+    columns = (
+        first, count, view.state_in, view.log_in, view.log_length, view.state_out, end, view.room,
+        seq_rows, page, slot,
+    )  # fmt: skip
+    # One sequence of padding has all tokens of padding, others have none.
+    spare = shape.tokens - len(tokens)
+    assert shape.seqs > n or not spare, "padding needs a sequence"
+    fill = (len(tokens), 0, -1, -1, 0, -1, -1, 1, n, -1, 0)
+    made = [_filled(*each) for each in zip(columns, shape.sizes, fill, strict=True)]
+    made[0][n:], made[1][n : n + 1] = min(len(tokens), shape.tokens - 1), spare
+    return made
+
+
+def _filled(column: Int32, size: int, value: int) -> Int32:
+    """A column, and a value up to its size."""
+    made = np.full(size, value, np.int32)
+    made[: len(column)] = column
+    return made
+
+
+@dataclass(frozen=True)
+class CudaStates:
+    """One group's states and logs in one step, over `state_columns` on the device."""
+
+    places: Places
+    shape: StateShape
+    columns: Sequence[torch.Tensor]
 
 
 def run(
-    layers: Sequence[CudaLayer], addresses: torch.Tensor, offsets: torch.Tensor, rows: Rows,
-    x: torch.Tensor, out: torch.Tensor,
-) -> None:  # fmt: skip
-    """Takes rows through layers of one shape: outputs, states, logs and tails."""
-    one = layers[0]
-    state_at, log_at = offsets
-    strides = rows.state_words, rows.log_words, rows.log_stride
-    where = state_at, log_at, rows.states, rows.logs, rows.page, rows.index
-    if one.kind == "conv":
-        block = 256
-        if rows.n_new:
-            kernels.short_convolve[(rows.n_rows, triton.cdiv(one.channels, block))](
-                x, out, *addresses[:2], *where, rows.seq, rows.start, rows.state_in, *strides,
-                one.in_cols, one.channels, WIDTH=one.width, BLOCK=block,
-                BIAS=one.bias is not None, num_warps=2,
-            )  # fmt: skip
-    else:
-        _recur(layers, addresses, offsets, rows, x, out)
-    block = 512
-    cols = max(one.entry_cols, one.channels)
-    n_tails = rows.n_seqs * (one.width - 1)
-    kernels.keep[(rows.n_rows + n_tails, triton.cdiv(cols, block), len(layers))](
-        x, *where, rows.seq, rows.log, rows.entry, rows.start, rows.state_end, rows.state_in,
-        rows.state_out, rows.n_rows, rows.n_seqs, *strides, one.in_cols, one.channels,
-        one.entry_cols, WIDTH=one.width, BLOCK=block, GATED=one.kind == "conv",
-    )  # fmt: skip
-
-
-def _recur(
-    layers: Sequence[CudaLayer], addresses: torch.Tensor, offsets: torch.Tensor, rows: Rows,
-    x: torch.Tensor, out: torch.Tensor,
-) -> None:  # fmt: skip
-    """The convolution of a delta net or of Mamba-2, then its recurrence."""
-    one = layers[0]
-    delta = one.kind == "delta"
-    state_at, log_at = offsets
-    strides = rows.state_words, rows.log_words, rows.log_stride
-    where = state_at, log_at, rows.states, rows.logs, rows.page, rows.index
-    keys = 2 * one.k_heads * one.dk
-    mixed = rows.machine.empty(len(layers), rows.n_rows, one.channels)
-    # Heads of keys and of values are as wide as each other, or channels are cut by their own.
-    width = one.dk if delta and one.dk == one.dv else 0
-    parts = [(0, one.channels, width or 128)]
-    if delta and not width:
-        parts = [(0, keys, one.dk), (keys, one.channels, one.dv)]
-    for first, last, size in parts:
-        kernels.convolve[(rows.n_rows, triton.cdiv(last - first, size), len(layers))](
-            x, mixed, *addresses[:2], *where, rows.seq, rows.start, rows.state_in, rows.n_rows,
-            *strides, one.in_cols, one.channels, first, last, keys, size, WIDTH=one.width,
-            BLOCK=power_of_two(size, 32), BIAS=one.bias is not None, DELTA=delta, num_warps=1,
+    machine: Machine, layer: CudaLayer, states: CudaStates, state_at: int, log_at: int,
+    x: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """Takes new tokens through a layer: outputs, states, logs and tails."""
+    first, count, state_in, log_in, length, state_out, end, room, seq, page, slot = states.columns
+    words = states.places.words
+    mixed = machine.empty(states.shape.tokens, layer.channels)
+    gated = layer.kind == "conv"
+    keys = layer.k_heads * layer.dk
+    key_start = keys if layer.kind == "delta" else layer.heads * layer.dv
+    for start, stop, size in _blocks(layer):
+        kernels.mix[(states.shape.tokens, triton.cdiv(stop - start, size))](
+            x, mixed, layer.weight, layer.weight if layer.bias is None else layer.bias,
+            *states.places.bases, first, state_in, log_in, length, state_out, end, seq, page, slot,
+            state_at // 4, log_at // 4, *words, layer.in_cols, layer.channels, start, stop, size,
+            2 * keys if layer.kind == "delta" else 0, key_start, 0 if gated else key_start + keys,
+            WIDTH=layer.width, BLOCK=power_of_two(size, 32), BIAS=layer.bias is not None,
+            GATED=gated, num_warps=1,
         )  # fmt: skip
-    columns = 16
-    grid = rows.n_seqs, one.heads * triton.cdiv(one.dv, columns), len(layers)
-    kernels.scan[grid](
-        x, mixed, out, *addresses[2:], *where, rows.start, rows.new, rows.end, rows.state_end,
-        rows.state_in, rows.state_out, rows.n_rows, *strides, one.tail_words, one.in_cols,
-        one.channels, *one.dt_limits, HEADS=one.heads, SHARE=one.heads // one.k_heads,
-        TILED=one.tiled, K_HEADS=one.k_heads, DK=one.dk, DV=one.dv, DKP=power_of_two(one.dk, 32),
-        BV=columns, DELTA=delta, num_warps=4,
+    if gated:
+        return mixed
+    out = machine.empty(states.shape.tokens, layer.out_cols)
+    log_tokens, bases = states.places.log_tokens, states.places.bases
+    if recur_native.takes(machine, layer, log_tokens):
+        columns = first, count, state_in, log_in, length, state_out, end, room, page, slot
+        tensors = x, mixed, out, layer.a, layer.dt_bias, layer.d
+        places = state_at // 4 + layer.tail_words, log_at // 4
+        recur_native.recur(
+            machine, layer, tensors, bases, columns, places, words, log_tokens, layer.dt_limits
+        )
+        return out
+    kernels.recur[(layer.programs, states.shape.seqs)](
+        x, mixed, out, layer.a, layer.dt_bias, layer.d, *bases, first, count,
+        state_in, log_in, length, state_out, end, room, page, slot,
+        state_at // 4 + layer.tail_words, log_at // 4, *words, layer.in_cols, layer.channels,
+        *layer.dt_limits, log_tokens, **layer.shape, LOG=power_of_two(log_tokens, 16),
+        DELTA=layer.kind == "delta", num_warps=4,
     )  # fmt: skip
+    return out
+
+
+def raw_inputs(
+    machine: Machine, layer: CudaLayer, states: CudaStates, log_at: int
+) -> torch.Tensor:
+    """Raw inputs of tokens that are in logs already, where they will be written again."""
+    x = machine.empty(states.shape.tokens, layer.in_cols)
+    _, words, stride = states.places.words
+    kernels.raw_inputs[(states.shape.tokens, triton.cdiv(layer.in_cols, _KEPT))](
+        x, states.places.log_base, *states.columns[-2:], log_at // 4, words, stride, layer.in_cols,
+        BLOCK=_KEPT,
+    )  # fmt: skip
+    return x
+
+
+def _blocks(layer: CudaLayer) -> list[tuple[int, int, int]]:
+    """Channels from, to, and how many at a time: those that are brought to length 1 by heads."""
+    keys = 2 * layer.k_heads * layer.dk
+    if layer.kind != "delta" or layer.dk == layer.dv:
+        return [(0, layer.channels, layer.dk if layer.kind == "delta" else 128)]
+    return [(0, keys, layer.dk), (keys, layer.channels, layer.dv)]
 
 
 def fold(
-    machine: Machine, layers: list[CudaLayer], offsets: Sequence[tuple[int, int]],
-    places: tuple[int, int, int, int, int], state_in: Int32, log: Int32, n_entries: Int32,
-    state_out: Int32,
+    machine: Machine, layer: CudaLayer, places: Places, offsets: torch.Tensor,
+    columns: Sequence[torch.Tensor],
 ) -> None:  # fmt: skip
-    """Replays logs into states, in all layers at once."""
-    none = np.zeros_like(log)
-    rows = Rows.make(machine, places, n_entries, none, log, state_in, state_out, none, none - 1)
-    x = machine.empty(1, layers[0].in_cols)
-    run(layers, _table(machine, layers), _offsets(machine, offsets), rows, x, x)
+    """Folds logs into states in all layers, which are shaped like this one.
+
+    `offsets` has the floats at which each layer's state starts, then each layer's log; `columns`
+    are pages of states, of logs, numbers of entries, and pages of states to write.
+    """
+    folds, layers = len(columns[0]), len(offsets) // 2
+    words = places.words
+    if layer.kind != "conv" and recur_native.takes(machine, layer, places.log_tokens):
+        recur_native.fold(
+            machine, layer, places.bases, offsets, columns, words, layer.tail_words
+        )
+    elif layer.kind != "conv":
+        kernels.fold[(layer.programs, folds, layers)](
+            *places.bases, offsets, *columns, layers, *words, layer.tail_words, layer.in_cols,
+            **layer.shape, LOG=power_of_two(places.log_tokens, 16), num_warps=4,
+        )  # fmt: skip
+    kernels.fold_tail[(triton.cdiv(layer.channels, _KEPT), folds, layers)](
+        *places.bases, offsets, *columns, layers, *words, layer.channels, WIDTH=layer.width,
+        BLOCK=_KEPT, num_warps=4,
+    )  # fmt: skip

@@ -30,6 +30,17 @@ class PageWork:
         """The order of bytes inside pages: that of the CPU's kernels."""
         return "lanes16"
 
+    @property
+    def folds_at_positions(self) -> bool:
+        """No: tokens are replayed, so where a log was folded changes no bit."""
+        return False
+
+    def state_parts(self, layer: Recurrent) -> None:
+        """Nothing that others need to be told."""
+
+    def derive(self, *_: object) -> None:
+        """Logs have raw inputs and nothing else."""
+
     def copy_pages(self, base: int, page_bytes: int, sources: Int32, targets: Int32) -> None:
         """Copies whole pages."""
         need_ids("copy_pages", sources, len(sources))

@@ -102,7 +102,8 @@ class RecurrentLayers(Arrays):
         """One recurrent group's states and logs as the kernels of a step see them."""
         need_states(view, seq_rows)
         last_state = max(view.state_in.max(initial=0), view.state_out.max(initial=0))
-        last_log = max(view.log_in.max(initial=0), view.log_out.max(initial=0))
+        logs_used = view.log_in, view.log_out, view.log_kept
+        last_log = max(each.max(initial=0) for each in logs_used)
         states = page_rows(state_base, view.state_page_bytes, int(last_state) + 1)
         logs = page_rows(log_base, view.log_page_bytes, int(last_log) + 1)
         return States(HostStates(view, states, logs, seq_rows))
@@ -144,9 +145,10 @@ def _take(
         states.states[state_out, state_at : state_at + host.state_bytes] = after.page()
         out = np.concatenate([out, layer.run(x[head:], after)[0]]) if tail else out
     kept, first = (x[head:], 0) if state_out >= 0 else (x, length)
-    if log_out >= 0:
-        log = states.logs[log_out, log_at:]
-        host.entries(log, view.log_stride, first, len(kept))[:] = layer.entries(kept)
+    for page, into, rows in ((log_out, first, kept), (int(view.log_kept[seq]), length, x[:head])):
+        if page >= 0 and len(rows):
+            log = states.logs[page, log_at:]
+            host.entries(log, view.log_stride, into, len(rows))[:] = layer.entries(rows)
     return out.astype(np.float32)
 
 

@@ -1,0 +1,332 @@
+"""What a decode step of recurrent layers takes on a GPU, and what a checkpoint of them does.
+
+The shape is that of Qwen3.5-27B: 48 layers of 16/48 heads of 128, 151 MB of state for each
+sequence. A step is timed as a captured graph of all layers, convolutions included, beside the same
+step with an update of the states in place. Its `mean` is the step on a log of 8 entries plus a
+sixteenth of a fold of 16. Medians of several replays; every figure is in microseconds.
+
+    python bench/cuda_recurrent.py [--batches 1 16 64 256] [--layers 48] [--seconds 0.2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from quire.devices.budget import Budget
+from quire.devices.cuda import CudaDevice
+from quire.devices.device import GroupKernels
+from quire.memory.batch import SeqTokens
+from quire.memory.groups.recurrent import RecurrentGroup
+from quire.memory.groups.state_layout import RecurrentSpec, StateLayout
+from quire.memory.groups.views import StateView
+from quire.memory.memory import Memory
+from quire.ops.cuda import CudaOps, Machine, nvrtc
+from quire.ops.cuda.driver import call
+from quire.ops.cuda.recurrent_rows import CudaLayer
+
+LOG = 16
+K_HEADS, HEADS, DIM, WIDTH = 16, 48, 128, 4
+CHANNELS = 2 * K_HEADS * DIM + HEADS * DIM
+
+
+IN_PLACE = r"""
+struct InPlaceArgs {
+  const float *x, *mixed, *a, *dt_bias;
+  float *out, *states;
+  long long state_words, state_at;
+  int cols, channels;
+};
+
+extern "C" __global__ void __launch_bounds__(128, 5) in_place(const InPlaceArgs a) {
+  const Place p = place();
+  const int seq = blockIdx.y;
+  float4 s[2][PARTS];
+  float* page = a.states + seq * a.state_words + a.state_at;
+  wait_for_previous();
+  let_next_start();
+  load_state(s, page, p, true);
+  RecurArgs like{};
+  like.x = a.x, like.mixed = a.mixed, like.cols = a.cols, like.channels = a.channels;
+  Token t;
+  load_token(t, like, seq, p);
+  const float decay = expf(a.a[p.head] * softplus(t.gate + a.dt_bias[p.head]));
+  const float rate = 1.f / (1.f + expf(-t.rate));
+  for (int r = 0; r < 2; r++) {
+    for (int j = 0; j < PARTS; j++) s[r][j] = scaled(s[r][j], decay);
+    float u = rate * (t.v[r] - over_row(dot(s[r], t.k)));
+    for (int j = 0; j < PARTS; j++) s[r][j] = added(s[r][j], u, t.k[j]);
+    float y = over_row(dot(s[r], t.q)) * rsqrtf((float)DK);
+    if (p.lane8 == 0) a.out[(long long)seq * VALUES + p.head * DV + p.split * ROWS + p.row[r]] = y;
+  }
+  store_state(s, page, p);
+}
+"""
+"""One token of the gated delta rule for a head's columns: the state is read and written."""
+
+
+class InPlace(ctypes.Structure):
+    """InPlaceArgs."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "mixed", "a", "dt_bias", "out", "states")),
+        ("state_words", ctypes.c_longlong), ("state_at", ctypes.c_longlong),
+        ("cols", ctypes.c_int), ("channels", ctypes.c_int),
+    )  # fmt: skip
+
+
+def in_place_kernel() -> nvrtc.Kernel:
+    """Compiled with the functions that the package's kernels are made of."""
+    source = nvrtc.source_of(["common", "recur"]) + IN_PLACE
+    shape = {"DK": DIM, "DV": DIM, "HEADS": HEADS, "K_HEADS": K_HEADS, "TILED": 0, "DELTA": 1}
+    here = nvrtc.native(torch.device("cuda", 0))
+    code, module = nvrtc.compile_source(source, here.architecture, shape), ctypes.c_void_p()
+    call("cuModuleLoadData", ctypes.byref(module), code)
+    return nvrtc.Kernel(module, "in_place", 128, 0)
+
+
+class Rig:
+    """Layers with states and logs of some sequences, filled at random."""
+
+    def __init__(self, batch: int, n_layers: int) -> None:
+        self.ops, self.batch = CudaOps(Machine(0)), batch
+        rng = np.random.default_rng(0)
+
+        def some(*shape: int) -> Any:
+            return rng.standard_normal(shape).astype(np.float32)
+
+        self.layers: list[Any] = [
+            self.ops.delta_net(
+                K_HEADS, HEADS, DIM, DIM, some(CHANNELS, WIDTH), None, -np.exp(some(HEADS)),
+                some(HEADS),
+            )
+            for _ in range(n_layers)
+        ]  # fmt: skip
+        layer = self.layers[0]
+        spec = RecurrentSpec("delta", tuple(range(n_layers)), layer.state_bytes, layer.log_bytes)
+        self.layout = StateLayout(spec)
+        # A step writes log pages that it reads: they are as many as the sequences. Folds and
+        # scans write other states: one more, which all of them write, stands for those.
+        self.states = torch.empty(batch + 1, self.layout.state_page_bytes // 4, device="cuda")
+        self.logs = torch.empty(batch + 1, self.layout.log_page_bytes // 4, device="cuda")
+        for each in (*self.states, *self.logs):
+            each.normal_(0, 0.05)
+
+    def view(self, length: int, scan: int = 0) -> StateView:
+        """A log of this length for each sequence; `scan`: all but so many go into a state."""
+        pages = np.arange(self.batch, dtype=np.int32)
+        none, same = np.full_like(pages, -1), np.full_like
+        out = same(pages, self.batch)
+        sizes = self.layout.state_page_bytes, self.layout.log_page_bytes, self.layout.log_stride
+        log_in = pages if length else none
+        return StateView(
+            self.layout, *sizes, pages, out if scan else none, log_in, same(pages, length),
+            out if scan else pages, same(pages, scan), none, same(pages, LOG),
+        )  # fmt: skip
+
+    def inputs(self, tokens: int) -> Any:
+        """Random raw inputs."""
+        return self.ops.new(torch.randn(tokens, self.layers[0].in_cols, device="cuda"))
+
+    def step(self, length: int, tokens: int, scan: int = 0) -> Callable[[], None]:
+        """All layers over new tokens of each sequence."""
+        rows = np.repeat(np.arange(self.batch, dtype=np.int32), tokens)
+        bases = self.states.data_ptr(), self.logs.data_ptr()
+        states = self.ops.states(self.view(length, scan), *bases, rows)
+        x = self.inputs(len(rows))
+
+        def run() -> None:
+            for layer, places in zip(self.layers, self.layout.offsets, strict=True):
+                self.ops.recur(x, layer, states, *places)
+
+        return run
+
+    def step_in_place(self) -> Callable[[], None]:
+        """All layers over one token of each sequence, by updating states."""
+        x, kernel = self.inputs(self.batch), in_place_kernel()
+        out = torch.empty(self.batch, HEADS * DIM, device="cuda")
+        mixed = torch.randn(self.batch, CHANNELS, device="cuda") * 0.1
+        mixes = self.mixing(x)
+
+        def run() -> None:
+            for layer, (at, _) in zip(self.layers, self.layout.offsets, strict=True):
+                mixes(layer, at)
+                tensors = x.values, mixed, layer.a, layer.dt_bias, out, self.states
+                sizes = self.layout.state_page_bytes // 4, at // 4 + layer.tail_words
+                given = InPlace(*(t.data_ptr() for t in tensors), *sizes, layer.in_cols, CHANNELS)
+                stream = torch.cuda.current_stream().cuda_stream
+                kernel.launch(stream, (HEADS * 4, self.batch, 1), 0, given)
+
+        return run
+
+    def mixing(self, x: Any) -> Callable[[CudaLayer, int], None]:
+        """The convolution of a step, as `recur` runs it."""
+        from quire.ops.cuda.kernels import recur as kernels
+
+        rows = np.arange(self.batch, dtype=np.int32)
+        bases = self.states.data_ptr(), self.logs.data_ptr()
+        states: Any = self.ops.states(self.view(0), *bases, rows)
+        first, _, state_in, log_in, length, state_out, end, _, seq, page, slot = states.columns
+        mixed = torch.empty(self.batch, CHANNELS, device="cuda")
+
+        def run(layer: CudaLayer, at: int) -> None:
+            keys = K_HEADS * DIM
+            kernels.mix[(self.batch, CHANNELS // DIM)](
+                x.values, mixed, layer.weight, layer.weight, *bases, first, state_in, log_in,
+                length, state_out, end, seq, page, slot, at // 4, 0, *states.places.words,
+                layer.in_cols, CHANNELS, 0, CHANNELS, DIM, 2 * keys, keys, 2 * keys, WIDTH=WIDTH,
+                BLOCK=DIM, BIAS=False, GATED=False, num_warps=1,
+            )  # fmt: skip
+
+        return run
+
+    def fold(self) -> Callable[[], None]:
+        """Full logs of all sequences into states."""
+        pages = np.arange(self.batch, dtype=np.int32)
+        # Pages that are written must differ: the state of the next sequence is as good as any.
+        out, layout = (pages + 1).astype(np.int32), self.layout
+        columns = self.ops.machine.upload_all([pages, pages, np.full_like(pages, LOG), out])
+        offsets = self.ops._uploaded(layout.offsets)
+        from quire.ops.cuda.recurrent_rows import Places, fold
+
+        bases = self.states.data_ptr(), layout.state_page_bytes, self.logs.data_ptr()
+        places = Places(*bases, layout.log_page_bytes, layout.log_stride, LOG)
+        machine = self.ops.machine
+        return lambda: fold(machine, self.layers[0], places, offsets, columns)
+
+
+def timed(run: Callable[[], None], seconds: float) -> float:
+    """Microseconds of a captured run."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    times: list[float] = []
+    stop = time.perf_counter() + seconds
+    while time.perf_counter() < stop or len(times) < 5:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return statistics.median(times)
+
+
+def steps(batch: int, n_layers: int, seconds: float) -> dict[str, float]:
+    """Times of all kinds of steps of one batch."""
+    rig = Rig(batch, n_layers)
+    found = {"in place": timed(rig.step_in_place(), seconds)}
+    for length in (0, 8, 15):
+        found[f"log of {length}"] = timed(rig.step(length, 1), seconds)
+    found["fold of 16"] = timed(rig.fold(), seconds)
+    found["verify 8"] = timed(rig.step(8, 8), seconds)
+    found["mean"] = found["log of 8"] + found["fold of 16"] / LOG
+    found["of in place"] = found["mean"] / found["in place"]
+    return {name: round(value, 3) for name, value in found.items()}
+
+
+def prompts(n_layers: int, seconds: float) -> dict[str, float]:
+    """Times of prompts."""
+    rig = Rig(1, n_layers)
+    return {f"prompt of {n}": round(timed(rig.step(0, n, LOG), seconds), 1) for n in (512, 2048)}
+
+
+def count_moves(device: CudaDevice) -> list[int]:
+    """Bytes of every page that is copied, read or written from now on."""
+    moved: list[int] = []
+    ops: Any = device.ops
+    copy = ops.copy_pages
+
+    def counted(base: int, size: int, sources: Any, targets: Any) -> None:
+        moved.append(size * len(sources))
+        copy(base, size, sources, targets)
+
+    ops.copy_pages = counted
+    for pool, backing in device.backings.items():
+        each: Any = backing
+        for name in ("read", "writing"):
+            real, size = getattr(each, name), device._page_bytes[pool]
+
+            def through(pages: Any, real: Any = real, size: int = size) -> Any:
+                moved.append(size * len(pages))
+                return real(pages)
+
+            setattr(each, name, through)
+    return moved
+
+
+def checkpoints(n_layers: int) -> dict[str, float]:
+    """What memory takes for a checkpoint, and copies of the same bytes to the host."""
+    rig = Rig(1, n_layers)
+    spec, ops = rig.layout.spec, rig.ops
+    device = CudaDevice(Budget(2 << 30), ops)
+
+    def fold(states: int, logs: int, layout: Any, *columns: Any) -> None:
+        sizes = states, layout.state_page_bytes, logs, layout.log_page_bytes, layout.log_stride
+        ops.fold(rig.layers, layout.offsets, *sizes, *columns)
+
+    memory = Memory([RecurrentGroup(StateLayout(spec), device, GroupKernels(fold=fold))])
+    for n in (40, 1):
+        with memory.reserve([SeqTokens(0, np.arange(n, dtype=np.int32))]) as lease:
+            device.run(lease.ubatch.work)
+            lease.commit({0: n})
+    found: dict[str, list[float]] = {"save": [], "restore": [], "delete": []}
+    moved = count_moves(device)
+    for i in range(500):
+        for name, call in (
+            ("save", lambda i=i: memory.checkpoint_save(0, f"{i}")),
+            ("restore", lambda i=i: memory.checkpoint_restore(0, f"{i}")),
+            ("delete", lambda i=i: memory.checkpoint_delete(f"{i}")),
+        ):
+            start = time.perf_counter()
+            call()
+            found[name].append((time.perf_counter() - start) * 1e6)
+    result = {name: round(statistics.median(times), 2) for name, times in found.items()}
+    result["bytes moved"] = float(sum(moved))
+    page = rig.states[0]
+    result["bytes of a state"] = float(page.nbytes)
+    for name, pinned in (("to pinned host", True), ("to pageable host", False)):
+        host = torch.empty(page.shape, pin_memory=pinned)
+        for _ in range(3):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            host.copy_(page)
+            torch.cuda.synchronize()
+            result[name] = round((time.perf_counter() - start) * 1e6, 1)
+    return result
+
+
+def main() -> None:
+    """Prints a table, then one line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64, 256])
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--seconds", type=float, default=0.2)
+    args = parser.parse_args()
+    result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "layers": args.layers}
+    result["checkpoint"] = checkpoints(args.layers)
+    result["prompt"] = prompts(args.layers, args.seconds)
+    result["step"] = {}
+    for batch in args.batches:
+        found = result["step"][batch] = steps(batch, args.layers, args.seconds)
+        if batch == args.batches[0]:
+            print("batch | " + " | ".join(found))
+        print(f"{batch} | " + " | ".join(f"{value:,.2f}" for value in found.values()), flush=True)
+        torch.cuda.empty_cache()
+    for name in ("checkpoint", "prompt"):
+        print(", ".join(f"{key}: {value:,}" for key, value in result[name].items()))
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

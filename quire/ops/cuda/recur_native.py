@@ -1,0 +1,113 @@
+"""Who launches the CUDA C++ kernels of recurrent layers, where their shape allows it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from quire.ops.cuda.machine import Machine
+from quire.ops.cuda.nvrtc import Kernel, native
+
+THREADS, ROWS, ENTRIES = 128, 32, 16
+_P, _L, _I, _F = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int, ctypes.c_float
+
+
+class _Recur(ctypes.Structure):
+    """RecurArgs of recur.cu."""
+
+    _fields_ = (
+        ("x", _P), ("mixed", _P), ("out", _P), ("a", _P), ("dt_bias", _P), ("skip", _P),
+        ("states", _P), ("logs", _P), ("columns", _P * 10), ("state_at", _L), ("log_at", _L),
+        ("state_words", _L), ("log_words", _L), ("log_stride", _L), ("cols", _I),
+        ("channels", _I), ("log_tokens", _I), ("dt_low", _F), ("dt_high", _F),
+    )  # fmt: skip
+
+
+class _Fold(ctypes.Structure):
+    """FoldArgs of recur.cu."""
+
+    _fields_ = (
+        ("states", _P), ("logs", _P), ("offsets", _P), ("columns", _P * 4), ("state_words", _L),
+        ("log_words", _L), ("log_stride", _L), ("n_layers", _I), ("tail_words", _I), ("cols", _I),
+    )  # fmt: skip
+
+
+class Shaped(Protocol):
+    """A layer, as far as kernels are compiled for it."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def in_cols(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def k_heads(self) -> int: ...
+    @property
+    def dk(self) -> int: ...
+    @property
+    def dv(self) -> int: ...
+    @property
+    def channels(self) -> int: ...
+    @property
+    def tiled(self) -> bool: ...
+
+
+def takes(machine: Machine, layer: Shaped, log_tokens: int) -> bool:
+    """Whether rows are whole groups of 32 values at multiples of 16 bytes, and logs short."""
+    whole = layer.dk % 32 == 0 and layer.dk <= 256 and log_tokens <= ENTRIES
+    aligned = (layer.in_cols | layer.channels | layer.heads * layer.dv) % 4 == 0
+    return not machine.interpreted and whole and aligned
+
+
+def kernel_of(machine: Machine, layer: Shaped, name: str) -> Kernel:
+    """A kernel for a layer's shape."""
+    return native(machine.device).kernel(
+        ("common", "recur"), name, THREADS, DK=layer.dk, DV=layer.dv, HEADS=layer.heads,
+        K_HEADS=layer.k_heads, TILED=int(layer.tiled), DELTA=int(layer.kind == "delta"),
+    )  # fmt: skip
+
+
+def programs(layer: Shaped) -> int:
+    """Blocks that share a sequence."""
+    return layer.heads * -(-layer.dv // ROWS)
+
+
+def _shared(layer: Shaped) -> int:
+    """Bytes of a Log of recur.cu."""
+    pitch = ROWS + 4
+    return 4 * (ENTRIES * (layer.dk + pitch + 1) + 4 * ENTRIES + 2)
+
+
+def recur(
+    machine: Machine, layer: Shaped, tensors: Sequence[torch.Tensor], bases: tuple[int, int],
+    columns: Sequence[torch.Tensor], offsets: tuple[int, int], words: tuple[int, int, int],
+    log_tokens: int, dt_limits: tuple[float, float],
+) -> None:  # fmt: skip
+    """x, mixed, out, a, dt_bias and skip; then what `kernels.recur` takes as well."""
+    arguments = _Recur(
+        *(each.data_ptr() for each in tensors), *bases,
+        (_P * 10)(*(column.data_ptr() for column in columns)), *offsets, *words, layer.in_cols,
+        layer.channels, log_tokens, *dt_limits,
+    )  # fmt: skip
+    grid = programs(layer), len(columns[0]), 1
+    stream = native(machine.device).stream
+    kernel_of(machine, layer, "recur").launch(stream, grid, _shared(layer), arguments)
+
+
+def fold(
+    machine: Machine, layer: Shaped, bases: tuple[int, int], offsets: torch.Tensor,
+    columns: Sequence[torch.Tensor], words: tuple[int, int, int], tail_words: int,
+) -> None:  # fmt: skip
+    """What `kernels.fold` does."""
+    layers = len(offsets) // 2
+    arguments = _Fold(
+        *bases, offsets.data_ptr(), (_P * 4)(*(column.data_ptr() for column in columns)), *words,
+        layers, tail_words, layer.in_cols,
+    )  # fmt: skip
+    grid = programs(layer), len(columns[0]), layers
+    stream = native(machine.device).stream
+    kernel_of(machine, layer, "fold").launch(stream, grid, _shared(layer), arguments)

@@ -1,0 +1,37 @@
+#!/bin/sh
+# compute-sanitizer over every kernel at small shapes: bytes outside of what was taken, and races in
+# shared memory. Each tensor is an allocation of its own then, or its neighbours would hide a fault.
+# Planted faults go first: a tool that does not find them has not looked.
+cd "$(dirname "$0")/../.." || exit 1
+out="${OUT:-build/cuda}"
+mkdir -p "$out"
+export PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH="$PWD"
+check() {  # a tool, a name for the log, a command
+    tool="$1" log="$out/$1-$2.log"
+    shift 2
+    compute-sanitizer --tool "$tool" --error-exitcode 9 --target-processes all "$@" > "$log" 2>&1
+}
+failed=0
+for pair in "memcheck outside" "racecheck race"; do
+    check ${pair% *} planted python3 tests/cuda/planted.py ${pair#* }
+    [ $? -eq 9 ] && echo "${pair% *}: finds the planted fault" || {
+        echo "${pair% *}: DOES NOT FIND the planted fault"; failed=1
+    }
+done
+small="matches_the_reference or change_no_bit and odd or many_folds or padding or every_type or \
+parts_of_several or norms_gates or test_experts or types or windows or holes or turned or moved or \
+draws or penalties or logprobs"
+for tool in ${TOOLS:-memcheck racecheck}; do
+    for name in ${FILES:-recurrent attention products sampling}; do
+        check "$tool" "$name" python3 -m pytest -q -x -p no:cacheprovider -m "not large" \
+            "tests/cuda/test_cuda_$name.py" -k "$small" &
+    done
+    wait
+    for name in ${FILES:-recurrent attention products sampling}; do
+        log="$out/$tool-$name.log"
+        found=$(grep "ERROR SUMMARY\|RACECHECK SUMMARY" "$log" | tail -n 1)
+        echo "$tool $name: $(grep -E "passed|failed|error" "$log" | tail -n 1) ${found#=========}"
+        grep -q " passed" "$log" && echo "$found" | grep -q " 0 errors\|0 hazards" || failed=1
+    done
+done
+[ $failed -eq 0 ] && echo "sanitize: clean" || { echo "sanitize: FAILED"; exit 1; }

@@ -1,0 +1,62 @@
+"""Recurrent kernels compile for every architecture that is supported, with no GPU at hand."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from quire.ops.cuda.machine import OLDEST
+
+SCRIPT = r"""
+import sys
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from quire.ops.cuda.kernels import recur
+
+POINTERS = {"x", "mixed", "out", "a_log", "dt_bias", "skip", "weight", "bias"}
+
+
+def type_of(name):
+    if name in POINTERS:
+        return "*fp32"
+    if name in ("states", "logs"):
+        return "i64"
+    if name.startswith(("seq_", "row_")) or name in ("state_in", "log", "n_entries", "state_out"):
+        return "*i32"
+    return {"offsets": "*i64", "dt_low": "fp32", "dt_high": "fp32"}.get(name, "i32")
+
+
+def compiled(kernel, warps, **constants):
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else type_of(name) for name in names}
+    divisible = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names)
+                 if name not in constants and signature[name] != "fp32"}
+    source = ASTSource(kernel, signature, constants, divisible)
+    target = GPUTarget("cuda", int(sys.argv[1]), 32)
+    return triton.compile(source, target=target, options={"num_warps": warps})
+
+
+shape = {"HEADS": 48, "K_HEADS": 16, "TILED": False, "DK": 128, "DV": 128, "DKP": 128, "BV": 32,
+         "LOG": 16}
+for delta in (False, True):
+    made = compiled(recur.recur, 4, **shape, DELTA=delta)
+    assert "ld.global.v4" in made.asm["ptx"] and len(made.asm["cubin"]) > 0
+compiled(recur.fold, 4, **shape)
+compiled(recur.fold_tail, 4, WIDTH=4, BLOCK=512)
+for gated in (False, True):
+    compiled(recur.mix, 1, WIDTH=4, BLOCK=128, BIAS=gated, GATED=gated)
+"""
+
+
+@pytest.mark.parametrize("architecture", [10 * OLDEST[0] + OLDEST[1], 90, 100])
+def test_recurrent_kernels_compile(architecture: int) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    run = [sys.executable, "-c", SCRIPT, str(architecture)]
+    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
