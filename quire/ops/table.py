@@ -216,7 +216,6 @@ class PageOps(Protocol):
         No page that one fold writes may be read or written by another.
         """
 
-
     def state_parts(self, layer: Recurrent) -> tuple[int, int, int, int, int, int] | None:
         """Floats of a convolution's tail, heads, dk, dv, floats of a token's raw inputs and of what
         is derived from them; None where pages are in the order of CPUs, which others know.

@@ -149,7 +149,11 @@ class Machine:
     @property
     def reserved(self) -> int:
         """Bytes that torch holds of the GPU, used or kept for later."""
-        return 0 if self.interpreted else int(torch.cuda.memory_reserved(self.device))
+        if self.interpreted:
+            return 0
+        # `torch.cuda.memory_reserved` flattens all statistics first, at a tenth of a millisecond.
+        found = torch.cuda.memory_stats_as_nested_dict(self.device)
+        return int(found["reserved_bytes"]["all"]["current"])
 
     def trim(self) -> None:
         """Returns what torch only keeps for later."""

@@ -234,9 +234,7 @@ def run(
     return out
 
 
-def raw_inputs(
-    machine: Machine, layer: CudaLayer, states: CudaStates, log_at: int
-) -> torch.Tensor:
+def raw_inputs(machine: Machine, layer: CudaLayer, states: CudaStates, log_at: int) -> torch.Tensor:
     """Raw inputs of tokens that are in logs already, where they will be written again."""
     x = machine.empty(states.shape.tokens, layer.in_cols)
     _, words, stride = states.places.words
@@ -267,9 +265,7 @@ def fold(
     folds, layers = len(columns[0]), len(offsets) // 2
     words = places.words
     if layer.kind != "conv" and recur_native.takes(machine, layer, places.log_tokens):
-        recur_native.fold(
-            machine, layer, places.bases, offsets, columns, words, layer.tail_words
-        )
+        recur_native.fold(machine, layer, places.bases, offsets, columns, words, layer.tail_words)
     elif layer.kind != "conv":
         kernels.fold[(layer.programs, folds, layers)](
             *places.bases, offsets, *columns, layers, *words, layer.tail_words, layer.in_cols,

@@ -47,22 +47,29 @@ class CudaSampler:
 
     def __init__(self, wish: Wish) -> None:
         self.wish = wish
+        self._penalises = wish.penalises
         self._counts: dict[int, int] = {}
         self._prompt: set[int] = set()
 
     def observe(self, ids: Int32) -> None:
         """Counts tokens for the penalties."""
+        if not self._penalises:
+            return
         need((ids >= 0).all(), "a token that cannot be observed")
         for token in ids.tolist():
             self._counts[token] = self._counts.get(token, 0) + 1
 
     def observe_prompt(self, ids: Int32) -> None:
         """Notes tokens for the repetition penalty alone."""
+        if not self._penalises:
+            return
         need((ids >= 0).all(), "a token that cannot be observed")
         self._prompt.update(ids.tolist())
 
     def unobserve(self, ids: Int32) -> None:
         """Takes back what was observed."""
+        if not self._penalises:
+            return
         for token in ids.tolist():
             need(self._counts.get(token, 0) > 0, f"token {token} was not observed")
             self._counts[token] -= 1
@@ -70,8 +77,6 @@ class CudaSampler:
     @property
     def counts(self) -> dict[int, int]:
         """How often tokens were there that penalties are about; 0 for a prompt's."""
-        if not self.wish.penalises:
-            return {}
         seen = {token: n for token, n in self._counts.items() if n > 0}
         return {token: 0 for token in self._prompt} | seen
 

@@ -27,7 +27,9 @@ from quire.ops.batch import Batch, GroupPages
 from quire.ops.cuda.arrays import values_of
 from quire.ops.cuda.kernels import rows as kernels
 from quire.ops.cuda.machine import Machine, OnDevice, power_of_two
-from quire.ops.cuda.paged import Paged, PageShape, page_columns, shape_of
+from quire.ops.cuda.paged import Paged, PageShape, filled, page_columns, shape_of
+from quire.ops.cuda.recurrent import state_places
+from quire.ops.cuda.recurrent_rows import CudaStates, StateShape, state_columns
 from quire.ops.cuda.sampling import drawing, race_keys, sampler_of
 
 MOST_TOKENS = 512
@@ -55,6 +57,11 @@ class Group:
     bases: tuple[int, ...]
     offsets: Mapping[int, tuple[int, int]]
 
+    @property
+    def recurrent(self) -> bool:
+        """Whether it has states and logs."""
+        return len(self.bases) == 2
+
 
 @dataclass(frozen=True)
 class Key:
@@ -63,7 +70,7 @@ class Key:
     tokens: int
     rows: int
     """Of logits."""
-    groups: tuple[tuple[str, PageShape], ...]
+    groups: tuple[tuple[str, PageShape | StateShape], ...]
     greedy: bool
 
 
@@ -170,7 +177,7 @@ class Captured:
 
     def __init__(self, key: Key, device: torch.device) -> None:
         self.key = key
-        self.sizes = [2 * key.rows, 2 * key.rows, key.rows, key.rows, key.tokens, key.tokens]
+        self.sizes = [2 * key.rows] * 2 + [key.rows] * 2 + [key.tokens] * 3
         for _, shape in key.groups:
             self.sizes += shape.sizes
         self.block = torch.zeros(sum(self.sizes), dtype=torch.int32, device=device)
@@ -229,9 +236,15 @@ class Steps:
         draws: Sequence[tuple[Sampler, float] | None],
     ) -> Key | None:  # fmt: skip
         n_tokens = rounded(len(tokens))
-        shapes = []
+        shapes: list[tuple[str, PageShape | StateShape]] = []
         for name, group in groups.items():
-            if not hasattr(group.view, "tables") or group.view.slot_positions is not None:
+            if group.recurrent:
+                n = len(group.view.state_in)
+                # What fills a step up is a sequence too.
+                seqs = n_tokens if n == len(tokens) else rounded(n + 1)
+                shapes.append((name, StateShape(n_tokens, seqs)))
+                continue
+            if group.view.slot_positions is not None:
                 return None
             shape = shape_of(group.view, positions)
             seqs = n_tokens if shape.single else rounded(shape.seqs)
@@ -260,9 +273,14 @@ class Steps:
         ids[: len(tokens)] = tokens
         from_last[: len(tokens)] = -1 if sources is None else sources
         from_last[len(tokens) :] = -1
-        columns: list[NDArray[Any]] = [keys, floors, heat, wanted, ids, from_last]
+        at = filled(positions, key.tokens)
+        columns: list[NDArray[Any]] = [keys, floors, heat, wanted, ids, from_last, at]
         for name, shape in key.groups:
-            columns += page_columns(groups[name].view, positions, seq_rows, shape)
+            view = groups[name].view
+            if isinstance(shape, StateShape):
+                columns += state_columns(view, seq_rows, shape)
+            else:
+                columns += page_columns(view, positions, seq_rows, shape)
         return columns
 
     def _replay(self, step: Captured, groups: Mapping[str, Group]) -> None:
@@ -283,16 +301,19 @@ class Steps:
     def _body(self, step: Captured, groups: Mapping[str, Group]) -> None:
         """What a graph holds."""
         model, ops = self._model, self._ops
-        keys, floors, heat, wanted, ids, sources, *rest = step.columns()
+        keys, floors, heat, wanted, ids, sources, positions, *rest = step.columns()
         tokens = torch.where(sources >= 0, self._last[sources.clamp(min=0)], ids)
         made, at = {}, 0
         for name, shape in step.key.groups:
-            count = len(shape.sizes)
-            pages = Paged(groups[name].bases[0], shape, rest[at : at + count])
-            made[name] = GroupPages(pages, groups[name].offsets)
-            positions = OnDevice(pages.positions)
-            at += count
-        batch = Batch(cast(Any, OnDevice(tokens)), cast(Any, positions), made)
+            group, columns = groups[name], rest[at : at + len(shape.sizes)]
+            at += len(shape.sizes)
+            pages: Any
+            if isinstance(shape, StateShape):
+                pages = CudaStates(state_places(group.view, *group.bases), shape, columns)
+            else:
+                pages = Paged(group.bases[0], shape, columns)
+            made[name] = GroupPages(pages, group.offsets)
+        batch = Batch(cast(Any, OnDevice(tokens)), cast(Any, OnDevice(positions)), made)
         x = model.embed(batch)
         model.run(x, batch, 0, model.n_layers)
         step.logits = model.logits(ops.take_rows(x, OnDevice(wanted)))
