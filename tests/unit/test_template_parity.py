@@ -118,8 +118,9 @@ def both(source: str) -> Iterator[tuple[str, str | Exception, str | Exception]]:
 TEMPLATES = {
     "none is not iterable": "{% if tools is iterable and tools | length > 0 %}{{ tools|length }}"
     "{% elif messages is iterable %}none{% endif %}",
-    "what is not defined is": "{{ nosuch is iterable }} {{ nosuch is sequence }} {{ nosuch|length }}"
-    " {{ messages[0].nosuch is not iterable }} {{ ' nosuch is iterable ' }} it is iterable",
+    "what is not defined is": "{{ nosuch is iterable }} {{ nosuch is sequence }}"
+    " {{ nosuch|length }} {{ messages[0].nosuch is not iterable }} "
+    "{{ ' nosuch is iterable ' }} it is iterable",
     "texts and mappings": "{% for x in [none, '', 'a', [], {}, 3, true, messages[0]] %}"
     "{{ x is iterable }}{{ x is sequence }}{{ x is mapping }}{{ x is string }},{% endfor %}",
     "indented": "{%- for m in messages %}{{- '{\\n'|indent(4, first=true) }}\n"
@@ -139,19 +140,22 @@ TEMPLATES = {
     "Python's texts": "{% for m in messages %}{% set c = m.content|string %}"
     "{{ c.split('\\n')[-1].strip() }}|{{ c.startswith(' ') }}|{{ c.rstrip('\\n') }}|"
     "{{ c.replace('e', 'E') }}|{{ (c.split('</think>')|last).lstrip('\\n') }}{% endfor %}",
-    "mappings": "{% for t in tools or [] %}{% for k, v in t.function.parameters.properties.items() %}"
-    "{{ k }}={{ v.type }}{{ v.get('enum', 'no') }}{% endfor %}{% for k, v in t.function|items %}"
-    "{{ k }}{% endfor %}{% for k, v in t.function|dictsort %}{{ k }}{% endfor %}{% endfor %}",
+    "mappings": "{% for t in tools or [] %}"
+    "{% for k, v in t.function.parameters.properties.items() %}{{ k }}={{ v.type }}"
+    "{{ v.get('enum', 'no') }}"
+    "{% endfor %}{% for k, v in t.function|items %}{{ k }}{% endfor %}"
+    "{% for k, v in t.function|dictsort %}{{ k }}{% endfor %}{% endfor %}",
     "namespaces and macros": "{% set ns = namespace(n=0, found=false) %}"
     "{% macro say(x, y='Y') %}[{{ x }}{{ y }}]{% endmacro %}{% for m in messages[::-1] %}"
     "{% set ns.n = ns.n + 1 %}{{ say(m.role) }}{{ say(m.role, y=ns.n) }}{% endfor %}{{ ns.n }}",
     "selections": "{{ messages|selectattr('role', 'equalto', 'user')|list|length }}"
-    "{{ messages|map(attribute='role')|join(', ') }}{{ messages|rejectattr('tool_calls')|list|length"
-    " }}{{ (messages|first).role }}{{ messages|map(attribute='role')|unique|list }}",
-    "Python's spelling": "{{ none }}{{ true }}{{ [none, true, 1.5, 'a', \"it's\"] }}{{ {'a': [1]} }}"
-    "{{ 'x' ~ none ~ 1.0 ~ false }}{{ 7 // 2 }}{{ 7 / 2 }}{{ -7 % 3 }}",
-    "safe texts": "{% for t in tools or [] %}{{ \"Use '\"|safe + t.function.description + \"'\\n\"|safe"
-    " + t.function|tojson }}{% endfor %}",
+    "{{ messages|map(attribute='role')|join(', ') }}"
+    "{{ messages|rejectattr('tool_calls')|list|length }}{{ (messages|first).role }}"
+    "{{ messages|map(attribute='role')|unique|list }}",
+    "Python's spelling": "{{ none }}{{ true }}{{ [none, true, 1.5, 'a', \"it's\"] }}"
+    "{{ {'a': [1]} }}{{ 'x' ~ none ~ 1.0 ~ false }}{{ 7 // 2 }}{{ 7 / 2 }}{{ -7 % 3 }}",
+    "safe texts": "{% for t in tools or [] %}{{ \"Use '\"|safe + t.function.description"
+    " + \"'\\n\"|safe + t.function|tojson }}{% endfor %}",
     "a refusal": "{% if tools %}{{ raise_exception('no tools here') }}{% endif %}{{ bos_token }}",
 }  # fmt: skip
 
