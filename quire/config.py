@@ -109,6 +109,14 @@ def parse_bytes(size: int | str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
+def size_text(n: int) -> str:
+    """Bytes in the unit that reads best."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(n) >= size:
+            return f"{n / size:,.1f} {unit}"
+    return f"{n} B"
+
+
 def available_memory() -> int:
     """Bytes that programs may still take without pushing others out."""
     try:
@@ -132,3 +140,8 @@ def cache_folder() -> Path:
     """Where fetched models are kept."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "quire"
+
+
+def plain_terminal() -> bool:
+    """Whether no escape codes are wanted: NO_COLOR is set, or the terminal knows none."""
+    return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
