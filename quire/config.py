@@ -144,4 +144,9 @@ def cache_folder() -> Path:
 
 def plain_terminal() -> bool:
     """Whether no escape codes are wanted: NO_COLOR is set, or the terminal knows none."""
-    return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+    return bool(os.environ.get("NO_COLOR")) or dumb_terminal()
+
+
+def dumb_terminal() -> bool:
+    """Whether the terminal can do nothing but write line after line."""
+    return os.environ.get("TERM") == "dumb"

@@ -69,13 +69,27 @@ class Terminal:
         """Reads until some text has come since the last such wait; returns what came until then."""
         end = time.monotonic() + seconds
         while (at := self.text.find(what, self._seen)) < 0:
-            assert time.monotonic() < end, f"no {what!r} in: {self.text[self._seen :]!r}"
+            assert time.monotonic() < end, f"no {what!r} in: {self.text[self._seen :][-400:]!r}"
             assert self._read(0.1) or what in self.text[self._seen :], (
-                f"it ended without {what!r}: {self.text[self._seen :]!r}"
+                f"it ended without {what!r}: {self.text[self._seen :][-400:]!r}"
             )
         before = self.text[self._seen : at]
         self._seen = at + len(what)
         return before
+
+    def more(self, n: int, seconds: float = 20.0) -> None:
+        """Reads until so many more characters have come."""
+        end, n = time.monotonic() + seconds, len(self.text) + n
+        while len(self.text) < n:
+            assert self._read(0.1) and time.monotonic() < end, f"only: {self.text[-400:]!r}"
+
+    def leave(self, seconds: float = 20.0) -> int:
+        """Ctrl-D until it is heard: one typed while nobody reads lines is lost; the exit status."""
+        end = time.monotonic() + seconds
+        while self.process.poll() is None and time.monotonic() < end:
+            self.type("\x04")
+            self._read(0.3)
+        return self.ended()
 
     def ended(self, seconds: float = 20.0) -> int:
         """Waits for its end; the exit status."""

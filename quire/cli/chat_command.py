@@ -11,8 +11,7 @@ import click
 
 from quire import config
 from quire.cli.conversation import Conversation
-from quire.cli.flags import command as flags_command
-from quire.cli.flags import in_flags
+from quire.cli.flags import Command, in_flags
 from quire.cli.options import (
     drafts_from,
     load_from,
@@ -94,10 +93,10 @@ def _number(name: str, argument: str, default: int) -> int:
     return int(argument or default)
 
 
-@flags_command("chat")
+@click.command("chat", cls=Command)
 @model_options
 @sampling_options
-@click.option("--system", "-sys", "--system-prompt", help="What the model is told at the start.")
+@click.option("--system", help="What the model is told at the start.")
 def command(**options: Any) -> None:
     """Talk with a model; /help lists what else a line can be.
 
@@ -128,24 +127,15 @@ def _with_lines(conversation: Conversation) -> None:
 
 
 def _with_person(conversation: Conversation) -> None:
-    from quire.cli.editor import Editor
-
-    llm = conversation.llm
-    places: Callable[[str], Sequence[str]] = lambda name: (  # noqa: E731
-        list(conversation.branches) if name == "/switch" else ()
-    )
-    history = config.cache_folder() / "chat_history"
-    editor = Editor(list(_COMMANDS), places, lambda: status(conversation), history)
+    llm, read, begun = conversation.llm, _reader(conversation), ""
     note(f"{llm.path.name} on {llm.ops.name}. /help for commands, Ctrl-D to leave.", dim=True)
-    begun = ""
     while True:
         try:
-            line = editor.read(begun).strip()
+            line = read(begun).strip()
+            begun = ""
+            answered = _turn(conversation, line) if line else True
         except EOFError:
             return
-        begun = ""
-        try:
-            answered = _turn(conversation, line) if line else True
         except KeyboardInterrupt:
             click.echo(" [interrupted]")
             continue
@@ -153,6 +143,19 @@ def _with_person(conversation: Conversation) -> None:
             return
         if not answered and not line.startswith("/"):
             begun = line  # not lost: it can be sent again once there is room
+
+
+def _reader(conversation: Conversation) -> Callable[[str], str]:
+    """What reads a message, given how it begins."""
+    if config.dumb_terminal():
+        return lambda begun: input("> ")
+    from quire.cli.editor import Editor
+
+    def places(command: str) -> Sequence[str]:
+        return list(conversation.branches) if command == "/switch" else ()
+
+    history = config.cache_folder() / "chat_history"
+    return Editor(list(_COMMANDS), places, lambda: status(conversation), history).read
 
 
 def status(conversation: Conversation) -> str:

@@ -61,9 +61,7 @@ class Editor:
 class _Commands(Completer):
     """Completes commands, names of files behind /save and /load, and what else they take."""
 
-    def __init__(
-        self, commands: Sequence[str], places: Callable[[str], Sequence[str]]
-    ) -> None:
+    def __init__(self, commands: Sequence[str], places: Callable[[str], Sequence[str]]) -> None:
         self._commands = commands
         self._places = places
         self._paths = PathCompleter(expanduser=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import click
 
@@ -25,46 +24,46 @@ _NAMED = re.compile(
 )
 _FIRST = re.compile(rf"^({'|'.join(_WORDS)})\b")
 
-_CHAT, _SERVE = "quire chat is for conversations", "quire serve is for that"
-_ALWAYS = "that is always so here"
-_PAGES = "memory is taken in pages as it is used; see --kv-cache-tokens and --memory-budget"
-_NOT_HERE = {
-    "-cnv": _CHAT, "--conversation": _CHAT, "-i": _CHAT, "--interactive": _CHAT,
-    "-if": _CHAT, "--interactive-first": _CHAT, "-mli": "quire chat takes several lines: Alt-Enter",
-    "-st": "quire run answers once", "--single-turn": "quire run answers once",
-    "--host": _SERVE, "--port": _SERVE, "-np": _SERVE, "--parallel": _SERVE,
-    "-fa": _ALWAYS, "--flash-attn": _ALWAYS, "--jinja": _ALWAYS, "-kvu": _ALWAYS,
-    "--no-display-prompt": _ALWAYS, "--simple-io": _ALWAYS, "--log-disable": _ALWAYS,
-    "--no-warmup": _ALWAYS, "--warmup": _ALWAYS, "--kv-unified": _ALWAYS,
-    "-b": "how many tokens are computed at once is found out by itself",
-    "--batch-size": "how many tokens are computed at once is found out by itself",
-    "-ub": "how many tokens are computed at once is found out by itself",
-    "--ubatch-size": "how many tokens are computed at once is found out by itself",
-    "-tb": "-t is for prompts and answers alike", "--threads-batch": "-t is for prompts and answers",
-    "--mlock": "weights are packed into memory of their own; there is nothing to lock",
-    "--no-mmap": "weights are packed into memory of their own; the file is not mapped after that",
-    "--mmap": "weights are packed into memory of their own; the file is not mapped after that",
-    "--prompt-cache": "in quire chat, /save and /load keep what was computed",
-    "--context-shift": "in quire chat, /forget makes room when the context is full",
-    "--keep": "in quire chat, /forget makes room when the context is full",
-    "-dkvc": _PAGES, "-nkvo": _PAGES, "--no-kv-offload": _PAGES, "--defrag-thold": _PAGES,
-    "-mu": "fetch it, and name the file with -m", "--model-url": "fetch it, and name the file with -m",
-    "--chat-template": "the model's own template is used; --raw takes the text as it is",
-    "--chat-template-file": "the model's own template is used; --raw takes the text as it is",
-    "--lora": "adapters are not known here; merge it into the model",
-    "--mmproj": "models read text only here", "--image": "models read text only here",
-    "-md": "drafts are made with --speculate MODEL",
-    "--model-draft": "drafts are made with --speculate MODEL",
-    "--draft-max": "how much is drafted is found out by itself; see --speculate",
-    "--draft": "how much is drafted is found out by itself; see --speculate",
-    "--repeat-last-n": "penalties look at all that was written",
-    "--samplers": "the order is: penalties, constraint, temperature, top-k, top-p, min-p",
-    "--verbose": "timings come with every answer in a terminal, and with --json", 
-    "-v": "timings come with every answer in a terminal, and with --json",
-    "-e": "texts are taken as they are; in most shells $'a\\nb' has a line end",
-    "--escape": "texts are taken as they are; in most shells $'a\\nb' has a line end",
-    "--color": "colours are left to your terminal", "-co": "colours are left to your terminal",
+_SAME = {
+    "--predict": "-n", "--temperature": "--temp", "-no-cnv": "--raw", "--no-conversation": "--raw",
+    "-sys": "--system", "--system-prompt": "--system", "-r": "--stop", "--reverse-prompt": "--stop",
+    "-hf": "-m", "--hf-repo": "-m", "-j": "--json-schema", "-jf": "--json-schema",
+    "--json-schema-file": "--json-schema",
 }  # fmt: skip
+"""Other spellings that llama.cpp has of what is here."""
+
+_INSTEAD = {
+    "quire chat is for conversations": "-cnv --conversation -i --interactive -if",
+    "in quire chat, Alt-Enter begins another line": "-mli --multiline-input",
+    "quire run answers once": "-st --single-turn",
+    "quire serve is for that": "--host --port -np --parallel",
+    "that is always so here": "-fa --flash-attn --jinja -kvu --kv-unified --no-display-prompt "
+    "--simple-io --log-disable --warmup --no-warmup",
+    "how many tokens are computed at once is found out by itself":
+    "-b --batch-size -ub --ubatch-size",
+    "-t is for prompts and answers alike": "-tb --threads-batch",
+    "weights are packed into memory of their own, and the file is let go":
+    "--mlock --mmap --no-mmap",
+    "in quire chat, /save and /load keep what was computed": "--prompt-cache",
+    "in quire chat, /forget makes room when the context is full":
+    "--context-shift --no-context-shift --keep",
+    "memory is taken in pages as it is used; see --kv-cache-tokens and --memory-budget":
+    "-dkvc -nkvo --no-kv-offload -dt --defrag-thold",
+    "fetch it, and name the file with -m": "-mu --model-url",
+    "the model's own template is used; --raw takes the text as it is":
+    "--chat-template --chat-template-file",
+    "adapters are not known here; merge it into the model": "--lora --lora-scaled",
+    "models read text only here": "--mmproj -mm --image --audio",
+    "drafts are made with --speculate MODEL": "-md --model-draft",
+    "how much is drafted is found out by itself; see --speculate": 
+    "--draft --draft-max --draft-min",
+    "penalties look at all that was written": "--repeat-last-n",
+    "the order is: penalties, constraint, temperature, top-k, top-p, min-p": "--samplers",
+    "timings come with every answer in a terminal, and with --json": "-v --verbose --perf",
+    "texts are taken as they are; in most shells $'a\\nb' has a line end": "-e --escape",
+    "colours are left to your terminal": "--color -co",
+}  # fmt: skip
+_NOT_HERE = {flag: told for told, flags in _INSTEAD.items() for flag in flags.split()}
 
 
 def in_flags(message: str) -> str:
@@ -88,18 +87,19 @@ class Command(click.Command):
         options = [p for p in self.get_params(ctx) if isinstance(p, click.Option)]
         known = {name for option in options for name in (*option.opts, *option.secondary_opts)}
         valued = {name for option in options if not option.is_flag for name in option.opts}
+        ours: list[str] = []
         left = iter(args)
         for typed in left:
-            name = typed.partition("=")[0]
+            name, equals, value = typed.partition("=")
             if typed == "--":
-                break
-            if typed in valued:
-                next(left, None)
+                ours += [typed, *left]
             elif name in _NOT_HERE and name not in known:
                 raise click.UsageError(f"there is no {name}: {_NOT_HERE[name]}", ctx)
-        return super().parse_args(ctx, args)
-
-
-def command(name: str, **settings: Any) -> Any:
-    """`click.command` for such commands."""
-    return click.command(name, cls=Command, **settings)
+            elif name in _SAME and name not in known and _SAME[name] in known:
+                typed = name = _SAME[name]
+                ours += [name, value] if equals else [name]
+            else:
+                ours.append(typed)
+            if typed in valued and not equals:
+                ours += [value for value in (next(left, None),) if value is not None]
+        return super().parse_args(ctx, ours)

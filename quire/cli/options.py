@@ -41,7 +41,7 @@ _LESS = [
 ]  # fmt: skip
 
 _MODEL = [
-    click.option("-m", "--model", "-hf", "--hf-repo", default="smollm2", show_default=True,
+    click.option("-m", "--model", default="smollm2", show_default=True,
                  help="Alias, .gguf file, folder of safetensors, or hf:owner/repo/file."),
     click.option("-c", "--ctx-size", type=int, help="Tokens of context (the model's own)."),
     click.option("-t", "--threads", type=int, help="Threads that compute (one per core)."),
@@ -65,9 +65,9 @@ _MODEL = [
 ]  # fmt: skip
 
 _SAMPLING = [
-    click.option("-n", "--n-predict", "--predict", type=int, default=256, show_default=True,
+    click.option("-n", "--n-predict", type=int, default=256, show_default=True,
                  help="Most tokens to generate; -1 for as many as the context holds."),
-    click.option("--temp", "--temperature", type=float,
+    click.option("--temp", type=float,
                  help="Temperature; 0 always takes the likeliest token."),
     click.option("--top-k", type=int, help="Keep the k likeliest tokens (0: all)."),
     click.option("--top-p", type=float, help="Keep the likeliest, to this sum."),
@@ -176,7 +176,9 @@ def _way(how: str, llm: quire.LLM, stack: ExitStack) -> Speculator | quire.LLM:
             raise RequestError(f"--speculate {how}: {setting!r} is no number of layers")
         return EarlyExit(int(setting))
     try:
-        return stack.enter_context(quire.load(fetched(how), beside=llm, threads=llm.settings.threads))
+        return stack.enter_context(
+            quire.load(fetched(how), beside=llm, threads=llm.settings.threads)
+        )
     except FetchError as error:
         if name == "hf":
             raise

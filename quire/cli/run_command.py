@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 import quire
-from quire.cli.flags import command as flags_command
+from quire.cli.flags import Command
 from quire.cli.options import (
     drafts_from,
     load_from,
@@ -25,21 +25,25 @@ from quire.text.gbnf import gbnf_to_lark
 from quire.types import Completion, Constraint, Grammar, Json, Regex, Sampling
 
 
-@flags_command("run")
+@click.command("run", cls=Command)
 @click.argument("prompt", required=False)
 @click.option("-p", "--prompt", "asked", help="The prompt, as PROMPT is.")
-@click.option("-f", "--file", metavar="FILE",
-              help="A prompt in a file, behind PROMPT if there is one; - is standard input.")
+@click.option(
+    "-f",
+    "--file",
+    metavar="FILE",
+    help="A prompt in a file, behind PROMPT if there is one; - is standard input.",
+)
 @model_options
 @sampling_options
-@click.option("--raw", "-no-cnv", "--no-conversation", is_flag=True,
-              help="Continue the text itself instead of answering it.")
-@click.option("--system", "-sys", "--system-prompt",
-              help="What the model is told before the prompt.")
-@click.option("--stop", "-r", "--reverse-prompt", multiple=True,
-              help="End before this text; may be given several times.")
-@click.option("--json-schema", "-j", metavar="SCHEMA",
-              help="Answer in JSON that fits this schema, or the one in this file.")
+@click.option("--raw", is_flag=True, help="Continue the text itself instead of answering it.")
+@click.option("--system", help="What the model is told before the prompt.")
+@click.option("--stop", multiple=True, help="End before this text; may be given several times.")
+@click.option(
+    "--json-schema",
+    metavar="SCHEMA",
+    help="Answer in JSON that fits this schema, or the one in this file.",
+)
 @click.option("--grammar", metavar="GBNF", help="Answer in what this grammar of llama.cpp fits.")
 @click.option("--grammar-file", metavar="FILE", help="The same, with the grammar in a file.")
 @click.option("--regex", help="Answer in text that this regular expression matches.")
@@ -82,7 +86,9 @@ def command(prompt: str | None, asked: str | None, file: str | None, **options: 
 def cut(completion: Completion, sampling: Sampling) -> str:
     """Why an answer has no end, and what to do."""
     if len(completion.token_ids) >= sampling.max_tokens:
-        return f"the answer was cut after {sampling.max_tokens} tokens; -n allows more, -1 any number"
+        return (
+            f"the answer was cut after {sampling.max_tokens} tokens; -n allows more, -1 any number"
+        )
     return "the answer was cut because the context is full; -c allows more"
 
 

@@ -72,7 +72,7 @@ def make_environment(fuel: int) -> Any:
             "tojson": to_json, "indent": indent, "length": length, "count": length,
             "int": to_int, "float": to_float,
         },
-        tests={"iterable": is_iterable, "sequence": is_sequence, "callable": callable},
+        tests={"iterable": is_iterable, "sequence": is_sequence},
         globals={"raise_exception": raise_exception, "strftime_now": time.strftime},
     )  # fmt: skip
 

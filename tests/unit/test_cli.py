@@ -145,7 +145,7 @@ def test_show_tells_the_memory_that_is_held(name: str, tmp_path: Path) -> None:
             else:
                 assert facts["bytes_per_token"] == stats[group.name]["bytes_per_token"]
                 assert facts.get("window") == group.window
-    assert f"layers {facts['layers']}, bytes_per" in run("show", str(folder)).stdout
+    assert f": {facts['layers']} layers, " in run("show", str(folder)).stdout
 
 
 def test_show_tells_of_what_would_be_loaded(tmp_path: Path) -> None:
