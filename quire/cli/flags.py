@@ -20,9 +20,9 @@ _FLAGS = {
 _WORDS = {name: f"--{name}" for name in ("seed", "threads", "device", "activations", "quantize")}
 """Names that are also words: they are settings where a message begins with them, or before =."""
 _NAMED = re.compile(
-    rf"\b({'|'.join(_FLAGS)})\b(?:=('[^']*'|\w+))?|(?:^|\b)({'|'.join(_WORDS)})(?:=('[^']*'|\w+))"
+    rf"(?:\b({'|'.join(_FLAGS)})\b|^({'|'.join(_WORDS)})\b|\b({'|'.join(_WORDS)})(?==))"
+    r"(?:=('[^']*'|\w+))?"
 )
-_FIRST = re.compile(rf"^({'|'.join(_WORDS)})\b")
 
 _SAME = {
     "--predict": "-n", "--temperature": "--temp", "-no-cnv": "--raw", "--no-conversation": "--raw",
@@ -68,13 +68,12 @@ _NOT_HERE = {flag: told for told, flags in _INSTEAD.items() for flag in flags.sp
 
 def in_flags(message: str) -> str:
     """A message about settings, in the words of the command line."""
-    message = _FIRST.sub(lambda found: _WORDS[found[1]], message)
     return _NAMED.sub(_flag, message)
 
 
 def _flag(found: re.Match[str]) -> str:
-    flag = _FLAGS.get(found[1]) or _WORDS[found[3]]
-    value = (found[2] or found[4] or "").strip("'")
+    name, value = found[1] or found[2] or found[3], (found[4] or "").strip("'")
+    flag = (_FLAGS | _WORDS)[name]
     if value in ("True", "False"):
         return flag if value == "True" else flag.replace("--", "--no-", 1)
     return f"{flag} {value}" if value else flag

@@ -89,7 +89,7 @@ _SAMPLING = [
 _FIELDS = {
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
     "repeat_penalty": "repetition_penalty", "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty", "seed": "seed",
+    "frequency_penalty": "frequency_penalty",
 }  # fmt: skip
 """Options, and the fields of `Sampling` that they set where they are given."""
 
@@ -192,7 +192,7 @@ def _way(how: str, llm: quire.LLM, stack: ExitStack) -> Speculator | quire.LLM:
 def sampling_from(options: dict[str, Any]) -> Sampling:
     """The sampling that these options describe; takes its own options out of them."""
     tokens, seed = options.pop("n_predict"), options.pop("seed")
-    given = {field: options.pop(name) for name, field in _FIELDS.items() if name != "seed"}
+    given = {field: options.pop(name) for name, field in _FIELDS.items()}
     fields = {field: value for field, value in given.items() if value is not None}
     if seed is not None and seed != -1:
         fields["seed"] = seed
