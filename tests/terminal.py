@@ -21,13 +21,16 @@ PASTE = ("\x1b[200~", "\x1b[201~")
 
 
 class Terminal:
-    """Runs `quire` with these words; a context manager."""
+    """Runs `quire`, or another program of Python's, with these words; a context manager."""
 
-    def __init__(self, words: Sequence[str], env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, words: Sequence[str], env: dict[str, str] | None = None,
+        program: Sequence[str] = ("-m", "quire"),
+    ) -> None:  # fmt: skip
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "quire", *words], stdin=slave, stdout=slave, stderr=slave,
+            [sys.executable, *program, *words], stdin=slave, stdout=slave, stderr=slave,
             start_new_session=True, env={**os.environ, "TERM": "xterm", **(env or {})},
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         )  # fmt: skip

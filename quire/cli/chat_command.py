@@ -38,6 +38,7 @@ _COMMANDS = {
 }
 _HELP = "\n".join(f"{name} {told}" for name, told in _COMMANDS.items())
 _KEYS = "Enter sends, Alt-Enter begins a new line, Ctrl-C empties the line or ends an answer."
+_SHORT = 500  # characters of a message that do not push everything else off the screen
 _FULL = "/forget drops the oldest exchanges, /rewind the last, /clear all; -c allows more"
 
 
@@ -141,8 +142,12 @@ def _with_person(conversation: Conversation) -> None:
             continue
         if answered is None:
             return
-        if not answered and not line.startswith("/"):
+        if answered or line.startswith("/"):
+            continue
+        if len(line) <= _SHORT:
             begun = line  # not lost: it can be sent again once there is room
+        else:
+            note("your message is an arrow up")
 
 
 def _reader(conversation: Conversation) -> Callable[[str], str]:

@@ -142,3 +142,28 @@ def test_an_interrupt_ends_a_run_with_130(path: str) -> None:
         t.type("\x03")
         assert t.ended() == 130
         assert "Traceback" not in t.text and "Aborted" not in t.text
+
+
+FETCH = """
+import sys, time
+from pathlib import Path
+from quire.weights import pull
+def resolve(name, cache, progress=None):
+    for done in range(0, 93, 31):
+        progress(done * 10**6, 93 * 10**6)
+        time.sleep(0.2)
+    return Path(sys.argv[-1])
+pull.resolve = resolve
+from quire.cli import main
+main(["run", "hello", "-n", "3", "-m", "smollm2"])
+"""
+
+
+def test_a_download_has_a_bar_whatever_its_size(path: str) -> None:
+    with Terminal([path], program=("-c", FETCH)) as t:
+        t.wait("fetching smollm2")
+        assert t.ended() == 0
+        assert "/93.0 MB" in t.text
+    with Terminal([path], {"NO_COLOR": "1"}, program=("-c", FETCH)) as t:
+        t.wait("fetching smollm2 …")
+        assert t.ended() == 0 and "\x1b" not in t.raw
