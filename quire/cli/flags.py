@@ -28,7 +28,8 @@ _SAME = {
     "--predict": "-n", "--temperature": "--temp", "-no-cnv": "--raw", "--no-conversation": "--raw",
     "-sys": "--system", "--system-prompt": "--system", "-r": "--stop", "--reverse-prompt": "--stop",
     "-hf": "-m", "--hf-repo": "-m", "-j": "--json-schema", "-jf": "--json-schema",
-    "--json-schema-file": "--json-schema",
+    "--json-schema-file": "--json-schema", "-ot": "--override-tensor", "-ts": "--tensor-split",
+    "-mg": "--main-gpu", "-ncmoe": "--n-cpu-moe", "-cmoe": "--cpu-moe", "-nkvo": "--no-kv-offload",
 }  # fmt: skip
 """Other spellings that llama.cpp has of what is here."""
 
@@ -48,7 +49,7 @@ _INSTEAD = {
     "in quire chat, /forget makes room when the context is full":
     "--context-shift --no-context-shift --keep",
     "memory is taken in pages as it is used; see --kv-cache-tokens and --memory-budget":
-    "-dkvc -nkvo --no-kv-offload -dt --defrag-thold",
+    "-dkvc -dt --defrag-thold",
     "fetch it, and name the file with -m": "-mu --model-url",
     "the model's own template is used; --raw takes the text as it is":
     "--chat-template --chat-template-file",
