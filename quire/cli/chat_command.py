@@ -22,6 +22,7 @@ from quire.cli.options import (
 from quire.cli.run_command import cut
 from quire.cli.streams import note
 from quire.errors import ContextError, QuireError, RequestError
+from quire.types import Sampling
 
 _COMMANDS = {
     "/rewind": "[n]     take back the last n exchanges (1)",
@@ -105,7 +106,7 @@ def command(**options: Any) -> None:
     before comes back with the arrow keys. Otherwise every line of standard input is a message.
     """
     system = options.pop("system")
-    sampling, speculate = sampling_from(options), options.pop("speculate")
+    sampling, speculate = Sampling(**sampling_from(options)), options.pop("speculate")
     with load_from(options) as llm, drafts_from(speculate, llm) as drafts:
         if not llm.has_template:
             raise RequestError(

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import click
 
@@ -18,7 +18,7 @@ from quire.config import KV_TYPES
 from quire.engine.drafter import Speculator
 from quire.errors import FetchError, RequestError
 from quire.speculate import NAMES, EarlyExit, FirstOf, Ngram, NgramCache
-from quire.types import Sampling
+from quire.types import Sampling, SamplingFields
 from quire.weights import pull
 
 ENDLESS = 2**31 - 1
@@ -189,16 +189,18 @@ def _way(how: str, llm: quire.LLM, stack: ExitStack) -> Speculator | quire.LLM:
         ) from error
 
 
-def sampling_from(options: dict[str, Any]) -> Sampling:
-    """The sampling that these options describe; takes its own options out of them."""
+def sampling_from(options: dict[str, Any]) -> SamplingFields:
+    """The fields of `Sampling` that were given, checked; takes their options out of them."""
     tokens, seed = options.pop("n_predict"), options.pop("seed")
     given = {field: options.pop(name) for name, field in _FIELDS.items()}
-    fields = {field: value for field, value in given.items() if value is not None}
+    fields: Any = {field: value for field, value in given.items() if value is not None}
     if seed is not None and seed != -1:
         fields["seed"] = seed
     if tokens in (-1, -2):  # as llama.cpp has it: endless, or until the context is full
         tokens = ENDLESS
-    return Sampling(max_tokens=tokens, ignore_eos=options.pop("ignore_eos"), **fields)
+    fields |= {"max_tokens": tokens, "ignore_eos": options.pop("ignore_eos")}
+    Sampling(**fields)  # refuses what cannot be
+    return cast(SamplingFields, fields)
 
 
 class LoadBar:

@@ -61,7 +61,7 @@ def command(prompt: str | None, asked: str | None, file: str | None, **options: 
     constraint = _constraint(options)
     as_json, raw, system = options.pop("as_json"), options.pop("raw"), options.pop("system")
     stop = options.pop("stop")
-    sampling, speculate = sampling_from(options), options.pop("speculate")
+    sampling, speculate = Sampling(**sampling_from(options)), options.pop("speculate")
     text = whole_prompt(prompt if asked is None else asked, file)
     with load_from(options) as llm, drafts_from(speculate, llm) as drafts:
         tokens = _tokens(llm, text, raw, system)
