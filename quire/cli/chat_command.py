@@ -20,7 +20,7 @@ from quire.cli.options import (
     sampling_options,
 )
 from quire.cli.run_command import cut
-from quire.cli.streams import note
+from quire.cli.streams import note, shown
 from quire.errors import ContextError, QuireError, RequestError
 from quire.types import Sampling
 
@@ -184,7 +184,7 @@ def _turn(conversation: Conversation, line: str) -> bool | None:
         if line.startswith("/"):
             return obey(conversation, line) or None
         for piece in conversation.say(line):
-            click.echo(piece, nl=False)
+            click.echo(shown(piece), nl=False)
         click.echo()
     except ContextError as error:
         note(f"quire: {in_flags(str(error))}\n{_FULL}")

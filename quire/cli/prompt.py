@@ -28,6 +28,8 @@ def whole_prompt(prompt: str | None, file: str | None) -> str:
         parts.append(typed)
     elif not parts:
         raise RequestError("standard input is empty, so there is nothing to answer")
+    if prompt is not None and not prompt.isascii():
+        _text(os.fsencode(prompt), "the prompt")
     text = "\n\n".join([*(part.rstrip("\n") for part in parts[:-1]), parts[-1]])
     if not text:
         raise RequestError("the prompt is empty, so there is nothing to answer")

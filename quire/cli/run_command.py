@@ -19,7 +19,7 @@ from quire.cli.options import (
     sampling_options,
 )
 from quire.cli.prompt import whole_prompt
-from quire.cli.streams import note
+from quire.cli.streams import note, shown
 from quire.errors import RequestError
 from quire.text.gbnf import gbnf_to_lark
 from quire.types import Completion, Constraint, Grammar, Json, Regex, Sampling
@@ -68,7 +68,7 @@ def command(prompt: str | None, asked: str | None, file: str | None, **options: 
         stream = llm.stream(tokens, sampling, stop=stop, constraint=constraint, speculate=drafts)
         for piece in stream:
             if not as_json:
-                sys.stdout.write(piece)
+                sys.stdout.write(shown(piece))
                 sys.stdout.flush()
         completion = stream.completion
         if as_json:

@@ -11,6 +11,7 @@ import click
 
 from quire import config
 
+_STEERING = {c: None for c in (*range(32), *range(127, 160)) if chr(c) not in "\t\n"}
 ENDED_BY_PIPE = 141  # what a shell says of a program that wrote to a closed pipe
 _OUTPUT_FAILS = (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EDQUOT, errno.EFBIG)
 INTERRUPTED = 130  # and of one that Ctrl-C ended
@@ -46,6 +47,11 @@ def _to_nowhere() -> None:
         os.close(nowhere)
     except (OSError, ValueError):  # not a file at all
         return
+
+
+def shown(text: str) -> str:
+    """What a model wrote, for standard output: a terminal gets nothing that could steer it."""
+    return text.translate(_STEERING) if sys.stdout.isatty() else text
 
 
 def note(text: str, dim: bool = False) -> None:

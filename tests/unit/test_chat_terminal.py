@@ -126,6 +126,14 @@ def test_no_escape_codes_where_none_are_wanted(path: str, plain: dict[str, str])
         assert "\x1b[2m" in t.raw
 
 
+def test_what_a_model_writes_does_not_steer_the_terminal(path: str) -> None:
+    """It is asked for an escape code and a bell, which a file or another program would get."""
+    words = ["run", "hello", "-m", path, "--regex", "a\\x1b\\[31m\\x07b", "-n", "20"]
+    with Terminal(words, {"NO_COLOR": "1"}) as t:
+        t.wait("a[31mb")
+        assert t.ended() == 0 and "\x1b" not in t.raw and "\x07" not in t.raw
+
+
 def test_a_plain_terminal_can_chat(path: str, tmp_path: Path) -> None:
     with chat(path, tmp_path, TERM="dumb") as t:
         t.wait("> ")

@@ -74,7 +74,8 @@ def test_nothing_is_made_of_nothing(path: str) -> None:
     told(run("run", "", "-m", path, input=""), "the prompt is empty")
     told(run("run", "-f", "no/such.txt", "-m", path), "no/such.txt")
     told(run("run", "a", "-p", "b", "-m", path), "two prompts")
-    told(run("run", "a", "-m", path, input=b"\xff\xfe"), "not UTF-8")
+    told(run("run", "a", "-m", path, input=b"\xff\xfe"), "standard input is not UTF-8")
+    told(run("run", os.fsdecode(b"a\xff"), "-m", path), "the prompt is not UTF-8")
 
 
 def test_input_that_never_comes_is_not_waited_for(path: str) -> None:
