@@ -88,33 +88,25 @@ class LoadConfig:
         """The byte budget: what was asked for, or what is free less a margin."""
         if self.memory_budget is None:
             return max(available_memory() - _MARGIN, _MARGIN)
-        return parse_bytes(self.memory_budget, "memory_budget")
+        return parse_bytes(self.memory_budget)
 
     def swap_bytes(self) -> int:
         """Bytes of disk that parked sequences may take."""
-        return 0 if self.swap_space in (0, "0") else parse_bytes(self.swap_space, "swap_space")
+        return 0 if self.swap_space in (0, "0") else parse_bytes(self.swap_space)
 
     def thread_count(self) -> int:
         """How many threads compute: what was asked for, or one per usable core."""
         return self.threads or len(os.sched_getaffinity(0))
 
 
-def parse_bytes(size: int | str, name: str = "a size") -> int:
+def parse_bytes(size: int | str) -> int:
     """Bytes from a number or a text such as "4GiB" or "500MB"."""
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", str(size).lower())
     if not match or match[2] not in _UNITS or float(match[1]) <= 0:
-        raise RequestError(f"{name} is a number of bytes or a text such as '4GiB', not {size!r}")
+        raise RequestError(f"a size is a number of bytes or a text such as '4GiB', not {size!r}")
     return int(float(match[1]) * _UNITS[match[2]])
-
-
-def size_text(n: int) -> str:
-    """Bytes in the unit that reads best."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(n) >= size:
-            return f"{n / size:,.1f} {unit}"
-    return f"{n} B"
 
 
 def available_memory() -> int:

@@ -6,7 +6,6 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from quire.config import process_memory
-from quire.config import size_text as _size
 from quire.devices.budget import Budget
 from quire.engine.loop import Loop
 
@@ -150,3 +149,11 @@ def _table(title: str, first: str, *others: str) -> Table:
     for name in others:
         table.add_column(name, justify="right")
     return table
+
+
+def _size(n: int) -> str:
+    """Bytes in the unit that reads best."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(n) >= size:
+            return f"{n / size:,.1f} {unit}"
+    return f"{n} B"

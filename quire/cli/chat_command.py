@@ -12,6 +12,7 @@ import click
 from quire import config
 from quire.cli.conversation import Conversation
 from quire.cli.flags import Command, in_flags
+from quire.cli.human import size_text
 from quire.cli.options import (
     drafts_from,
     load_from,
@@ -169,7 +170,7 @@ def status(conversation: Conversation) -> str:
     llm, last = conversation.llm, conversation.last
     parts = [
         f"{conversation.branch.session.position:,} of {llm.n_ctx:,} tokens",
-        config.size_text(llm.budget.used),
+        size_text(llm.budget.used),
     ]
     if last is not None and last.timings.decoded_tokens:
         parts.append(f"{last.timings.decode_tokens_per_s:.0f} tokens/s")

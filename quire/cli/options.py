@@ -25,6 +25,17 @@ ENDLESS = 2**31 - 1
 """Tokens to generate when there is no limit; the context is one."""
 _BAR_FROM = 256 * 1024**2  # a smaller file is loaded before a bar could be read
 
+
+def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """Refuses, under the name of the flag, what is no number of bytes."""
+    try:
+        if value is not None and value != "0":
+            config.parse_bytes(value)
+    except RequestError as error:
+        raise click.BadParameter(str(error), ctx, param) from error
+    return value
+
+
 _PAGES = [
     click.option("--page-tokens", type=int, default=16, show_default=True,
                  help="Tokens in a page of memory."),
@@ -47,7 +58,8 @@ _MODEL = [
     click.option("-t", "--threads", type=int, help="Threads that compute (one per core)."),
     click.option("--device", default="auto", show_default=True,
                  help="cpu (which auto is), cuda, cuda:1 …, or reference (NumPy, slow)."),
-    click.option("--memory-budget", help="Most memory to use, such as 4GiB (what is free)."),
+    click.option("--memory-budget", callback=_size,
+                 help="Most memory to use, such as 4GiB (what is free)."),
     click.option("--kv-cache-tokens", type=int, help="Most tokens that K and V are kept for."),
     click.option("--kv-cache-demand-paged/--no-kv-cache-demand-paged", default=True,
                  help="Take memory for K and V as it is used, or all of --kv-cache-tokens (or of "
@@ -55,7 +67,7 @@ _MODEL = [
     *_PAGES,
     click.option("--swa-full", is_flag=True,
                  help="Keep what sliding windows have passed, for rewinds to any place."),
-    click.option("--swap-space", default="4GiB", show_default=True,
+    click.option("--swap-space", callback=_size, default="4GiB", show_default=True,
                  help="Most disk for sequences that make room for others; 0 for none."),
     *_LESS,
     click.option("--activations", default="int8", show_default=True,

@@ -14,6 +14,7 @@ import click
 from quire import config
 from quire.api.devices import device_of
 from quire.cli.flags import Command
+from quire.cli.human import decimal_text, size_text
 from quire.cli.options import size_options
 from quire.devices.budget import Budget
 from quire.errors import QuireError
@@ -62,8 +63,8 @@ def command(
 
 def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """What people want to know first, in words."""
-    yield "file", f"{facts['file']} ({_decimal(facts['bytes'])}B)"
-    size = f"{_decimal(facts['parameters'])} parameters, {facts['layers']} layers"
+    yield "file", f"{facts['file']} ({decimal_text(facts['bytes'])}B)"
+    size = f"{decimal_text(facts['parameters'])} parameters, {facts['layers']} layers"
     yield "architecture", f"{facts['architecture']}, {size}"
     if experts := facts["experts"]["count"]:
         yield "experts", f"{experts} in a layer, {facts['experts']['used']} used for a token"
@@ -72,7 +73,7 @@ def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "formats", facts["formats"]
     yield "chat template", "yes" if facts["chat_template"] else "no"
     if "loaded_bytes" in facts:
-        yield "loaded", f"{config.size_text(facts['loaded_bytes'])} of weights"
+        yield "loaded", f"{size_text(facts['loaded_bytes'])} of weights"
     if isinstance(facts["memory"], str):
         yield "memory", facts["memory"]
     else:
@@ -86,18 +87,10 @@ def _group_text(group: dict[str, Any]) -> str:
     if window := group.get("window"):
         parts.append(f"a window of {window:,} tokens")
     if n_bytes := group.get("bytes_per_token"):
-        parts.append(f"{config.size_text(n_bytes)} a token")
+        parts.append(f"{size_text(n_bytes)} a token")
     if n_bytes := group.get("bytes_per_sequence"):
-        parts.append(f"at most {config.size_text(n_bytes)} a sequence")
+        parts.append(f"at most {size_text(n_bytes)} a sequence")
     return ", ".join(parts)
-
-
-def _decimal(n: int) -> str:
-    """A number as files and models are counted, up to its unit."""
-    for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
-        if n >= size:
-            return f"{n / size:.1f} {unit}"
-    return f"{n} "
 
 
 def _plain(value: Any) -> str:

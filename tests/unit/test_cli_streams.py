@@ -177,6 +177,7 @@ def test_errors_speak_of_flags(path: str) -> None:
     told(run("run", "x" * 600, "-m", path), "512 fit", "a larger -c")
     told(run("run", "x", "-m", path, "--memory-budget", "1kB"), "--memory-budget")
     told(run("run", "x", "-s", "-5"), "--seed must be")
+    assert "'--memory-budget': a size is" in run("run", "x", "--memory-budget", "lots").stderr
     assert in_flags("kv_cache_demand_paged=False takes") == "--no-kv-cache-demand-paged takes"
     assert in_flags("activations='f32' is for") == "--activations f32 is for"
     assert in_flags("threads must be; more threads") == "--threads must be; more threads"
