@@ -13,12 +13,13 @@ PAGE = Path(__file__).parent / "cli.md"
 
 def render() -> str:
     """Every command's --help, as one page."""
-    top = click.Context(main, info_name="quire", terminal_width=90, max_content_width=90)
+    wide = {"terminal_width": 90, "max_content_width": 90}
+    top = click.Context(main, info_name="quire", **wide, **main.context_settings)
     parts = ["# Command line\n\nMade by `python docs/make_cli.py`.\n", _block("quire", main, top)]
     for name in main.list_commands(top):
         command = main.get_command(top, name)
         assert command is not None
-        context = click.Context(command, top, name, terminal_width=90, max_content_width=90)
+        context = click.Context(command, top, name, **wide)
         parts.append(_block(f"quire {name}", command, context))
     return "\n".join(parts)
 

@@ -135,3 +135,13 @@ def cache_folder() -> Path:
     """Where fetched models are kept."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "quire"
+
+
+def plain_terminal() -> bool:
+    """Whether no escape codes are wanted: NO_COLOR is set, or the terminal knows none."""
+    return bool(os.environ.get("NO_COLOR")) or dumb_terminal()
+
+
+def dumb_terminal() -> bool:
+    """Whether the terminal can do nothing but write line after line."""
+    return os.environ.get("TERM") == "dumb"

@@ -66,10 +66,11 @@ class LLM(Requests):
                 self.model = blueprint.load(progress)
                 self.fingerprint = blueprint.fingerprint()
                 """Which weights these are, as loaded; files of sessions only go with the same."""
-            memory = build_memory(self.model.groups, self.device, settings, self.model.kernels)
-            failed.callback(memory.close)
-            room = longest_sequence(self.model.groups, self.budget.free, settings)
+            groups, free = self.model.groups, self.budget.free  # before pages are taken of it
+            room = longest_sequence(groups, free - free % self.device.granularity, settings)
             self.n_ctx = settings.n_ctx or min(self.model.n_ctx_train, room)
+            memory = build_memory(groups, self.device, settings, self.model.kernels, self.n_ctx)
+            failed.callback(memory.close)
             self.engine = self._engine(memory)
             failed.pop_all()
         self.loop = Loop(self.engine, beside.loop.seat if beside else None)

@@ -9,6 +9,8 @@ from typing import Any
 import click
 
 import quire
+from quire.cli import streams
+from quire.cli.flags import in_flags
 from quire.errors import QuireError
 
 _COMMANDS = {
@@ -36,15 +38,29 @@ class _Lazy(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl(list(_COMMANDS.items()))
 
+    def main(self, *args: Any, **extra: Any) -> Any:
+        streams.prepare()
+        try:
+            return super().main(*args, **extra)
+        except OSError as error:  # --help to a full disk
+            sys.exit(streams.status_of(error))
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
         except QuireError as error:
-            click.echo(f"quire: {error}", err=True)
+            streams.note(f"quire: {in_flags(str(error))}")
             sys.exit(1)
+        except KeyboardInterrupt:
+            streams.note("")
+            sys.exit(streams.INTERRUPTED)
+        except OSError as error:
+            sys.exit(streams.status_of(error))
 
 
-@click.group(cls=_Lazy)
+@click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(quire.__version__, prog_name="quire")
 def main() -> None:
     """Run language models with memory you can branch, rewind and see."""

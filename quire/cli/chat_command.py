@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from itertools import count as count_from
 from typing import Any
 
 import click
 
+from quire import config
 from quire.cli.conversation import Conversation
+from quire.cli.flags import Command, in_flags
+from quire.cli.human import size_text
 from quire.cli.options import (
     drafts_from,
     load_from,
@@ -16,19 +20,28 @@ from quire.cli.options import (
     sampling_from,
     sampling_options,
 )
-from quire.errors import QuireError
+from quire.cli.run_command import cut
+from quire.cli.streams import note, shown
+from quire.errors import ContextError, QuireError, RequestError
+from quire.types import Sampling
 
-_HELP = """\
-/rewind [n]     take back the last n exchanges (1)
-/fork [name]    go on in a new branch; the present one stays as it is
-/switch name    go to another branch
-/branches       list them
-/save file      keep this branch, with what the model computed, in a file
-/load file      go on from such a file
-/clear          start anew
-/memory         what memory holds
-/help           this
-/quit           leave (or end the input)"""
+_COMMANDS = {
+    "/rewind": "[n]     take back the last n exchanges (1)",
+    "/forget": "[n]     drop the oldest n exchanges (half of them), to make room",
+    "/fork": "[name]    go on in a new branch; the present one stays as it is",
+    "/switch": "name    go to another branch",
+    "/branches": "      list them",
+    "/save": "file      keep this branch, with what the model computed, in a file",
+    "/load": "file      go on from such a file",
+    "/clear": "         start anew",
+    "/memory": "        what memory holds",
+    "/help": "          this",
+    "/quit": "          leave (or Ctrl-D)",
+}
+_HELP = "\n".join(f"{name} {told}" for name, told in _COMMANDS.items())
+_KEYS = "Enter sends, Alt-Enter begins a new line, Ctrl-C empties the line or ends an answer."
+_SHORT = 500  # characters of a message that do not push everything else off the screen
+_FULL = "/forget drops the oldest exchanges, /rewind the last, /clear all; -c allows more"
 
 
 def obey(conversation: Conversation, line: str) -> bool:
@@ -39,12 +52,13 @@ def obey(conversation: Conversation, line: str) -> bool:
         case "/quit" | "/exit":
             return False
         case "/rewind":
-            if argument and not (argument.isascii() and argument.isdigit()):
-                click.echo(f"/rewind takes a number of exchanges, not {argument!r}", err=True)
-                return True
-            count = int(argument or 1)
-            conversation.rewind(count)
-            click.echo(f"took back {count}; {conversation.exchanges} left")
+            number = _number(name, argument, 1)
+            conversation.rewind(number)
+            click.echo(f"took back {number}; {conversation.exchanges} left")
+        case "/forget":
+            number = _number(name, argument, max(conversation.exchanges // 2, 1))
+            conversation.forget(number)
+            click.echo(f"forgot the first {number}; {conversation.exchanges} left")
         case "/fork":
             names = (f"branch-{i}" for i in count_from(1))
             conversation.fork(argument or next(n for n in names if n not in conversation.branches))
@@ -56,7 +70,7 @@ def obey(conversation: Conversation, line: str) -> bool:
             for known in conversation.branches:
                 click.echo(f"{'*' if known == conversation.name else ' '} {known}")
         case "/save" | "/load" if not argument:
-            click.echo(f"{name} needs the name of a file", err=True)
+            note(f"{name} needs the name of a file")
         case "/save":
             conversation.save(argument)
             click.echo(f"saved {conversation.exchanges} exchanges")
@@ -64,48 +78,123 @@ def obey(conversation: Conversation, line: str) -> bool:
             conversation.load(argument)
             click.echo(f"loaded {conversation.exchanges} exchanges")
         case "/clear":
+            dropped = conversation.exchanges
             conversation.clear()
+            click.echo(f"cleared; {dropped} exchanges are forgotten")
         case "/memory":
             click.echo(str(conversation.llm.memory))
         case "/help":
-            click.echo(_HELP)
+            click.echo(f"{_HELP}\n{_KEYS}")
         case _:
-            click.echo(f"there is no {name}\n{_HELP}", err=True)
+            note(f"there is no {name}\n{_HELP}")
     return True
 
 
-@click.command("chat")
+def _number(name: str, argument: str, default: int) -> int:
+    if argument and not (argument.isascii() and argument.isdigit()):
+        raise RequestError(f"{name} takes a number of exchanges, not {argument!r}")
+    return int(argument or default)
+
+
+@click.command("chat", cls=Command)
 @model_options
 @sampling_options
 @click.option("--system", help="What the model is told at the start.")
 def command(**options: Any) -> None:
-    """Talk with a model; /help lists what else a line can be."""
+    """Talk with a model; /help lists what else a line can be.
+
+    In a terminal, several lines are pasted as they are or typed with Alt-Enter, and what was typed
+    before comes back with the arrow keys. Otherwise every line of standard input is a message.
+    """
     system = options.pop("system")
-    sampling, speculate = sampling_from(options), options.pop("speculate")
-    person = sys.stdin.isatty()
+    sampling, speculate = Sampling(**sampling_from(options)), options.pop("speculate")
     with load_from(options) as llm, drafts_from(speculate, llm) as drafts:
+        if not llm.has_template:
+            raise RequestError(
+                f"{llm.path.name} has no chat template, so it was not made for conversations; "
+                'quire run --raw "Once upon a time" goes on with a text'
+            )
         conversation = Conversation(llm, sampling, system, drafts)
-        if person:
-            click.secho(f"{llm.path.name} on {llm.ops.name}. /help for commands.", dim=True)
-        while True:
-            try:
-                line = input("> " if person else "").strip()
-            except (EOFError, KeyboardInterrupt):
-                break
-            if line and not _turn(conversation, line):
-                break
+        if sys.stdin.isatty() and sys.stdout.isatty():
+            _with_person(conversation)
+        else:
+            _with_lines(conversation)
         conversation.close()
 
 
-def _turn(conversation: Conversation, line: str) -> bool:
+def _with_lines(conversation: Conversation) -> None:
+    """Every line is a message; an interrupt ends it all."""
+    for line in sys.stdin:
+        if line.strip() and _turn(conversation, line.strip()) is None:
+            return
+
+
+def _with_person(conversation: Conversation) -> None:
+    llm, read, begun = conversation.llm, _reader(conversation), ""
+    note(f"{llm.path.name} on {llm.ops.name}. /help for commands, Ctrl-D to leave.", dim=True)
+    while True:
+        try:
+            line = read(begun).strip()
+            begun = ""
+            answered = _turn(conversation, line) if line else True
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            click.echo(" [interrupted]")
+            continue
+        if answered is None:
+            return
+        if answered or line.startswith("/"):
+            continue
+        if len(line) <= _SHORT:
+            begun = line  # not lost: it can be sent again once there is room
+        else:
+            note("your message is an arrow up")
+
+
+def _reader(conversation: Conversation) -> Callable[[str], str]:
+    """What reads a message, given how it begins."""
+    if config.dumb_terminal():
+        return lambda begun: input("> ")
+    from quire.cli.editor import Editor
+
+    def places(command: str) -> Sequence[str]:
+        return list(conversation.branches) if command == "/switch" else ()
+
+    history = config.cache_folder() / "chat_history"
+    return Editor(list(_COMMANDS), places, lambda: status(conversation), history).read
+
+
+def status(conversation: Conversation) -> str:
+    """What a conversation takes, in one line."""
+    llm, last = conversation.llm, conversation.last
+    parts = [
+        f"{conversation.branch.session.position:,} of {llm.n_ctx:,} tokens",
+        size_text(llm.budget.used),
+    ]
+    if last is not None and last.timings.decoded_tokens:
+        parts.append(f"{last.timings.decode_tokens_per_s:.0f} tokens/s")
+    if len(conversation.branches) > 1:
+        parts.append(f"in {conversation.name}")
+    return " · ".join(parts)
+
+
+def _turn(conversation: Conversation, line: str) -> bool | None:
+    """One line of a person: whether it was answered; None ends the conversation."""
     try:
         if line.startswith("/"):
-            return obey(conversation, line)
+            return obey(conversation, line) or None
         for piece in conversation.say(line):
-            click.echo(piece, nl=False)
+            click.echo(shown(piece), nl=False)
         click.echo()
-    except KeyboardInterrupt:
-        click.echo(" [interrupted]")
+    except ContextError as error:
+        note(f"quire: {in_flags(str(error))}\n{_FULL}")
+        return False
     except QuireError as error:
-        click.echo(f"quire: {error}", err=True)
+        note(f"quire: {in_flags(str(error))}")
+        return False
+    if conversation.last is not None and conversation.last.finish_reason == "length":
+        note(f"quire: {cut(conversation.last, conversation.sampling)}")
+        if conversation.branch.session.position >= conversation.llm.n_ctx:
+            note(_FULL)
     return True

@@ -9,7 +9,7 @@ from typing import Any
 import quire
 from quire.api.requests import Speculate
 from quire.errors import QuireError, RequestError
-from quire.types import Sampling
+from quire.types import Completion, Sampling
 
 Message = dict[str, str]
 
@@ -39,6 +39,8 @@ class Conversation:
         self.llm = llm
         self.sampling = sampling
         self.speculate = speculate
+        self.last: Completion | None = None
+        """What the last answer came to."""
         start = [{"role": "system", "content": system}] if system else []
         self.branches = {"main": Branch(start, llm.session())}
         self.name = "main"
@@ -63,9 +65,11 @@ class Conversation:
         answer = ""
         try:
             self._show(self.llm.chat_text(messages))
-            for piece in self.branch.session.stream(self.sampling, speculate=self.speculate):
+            stream = self.branch.session.stream(self.sampling, speculate=self.speculate)
+            for piece in stream:
                 answer += piece
                 yield piece
+            self.last = stream.completion
             self.branch.seen += answer + self._end()
         except QuireError:
             messages.pop()
@@ -110,6 +114,13 @@ class Conversation:
                 f"there are {self.exchanges} exchanges; {count} cannot be taken back"
             )
         del self.branch.messages[-2 * count :]
+
+    def forget(self, count: int) -> None:
+        """Drops the oldest exchanges, which makes room; what follows is computed again."""
+        if not 1 <= count <= self.exchanges:
+            raise RequestError(f"there are {self.exchanges} exchanges; {count} cannot be forgotten")
+        start = self.branch.n_start
+        del self.branch.messages[start : start + 2 * count]
 
     def clear(self) -> None:
         """Starts anew in this branch."""

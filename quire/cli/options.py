@@ -6,27 +6,43 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import click
 
 import quire
+from quire import config
 from quire.api.requests import Speculate
+from quire.cli.streams import note
 from quire.config import KV_TYPES
 from quire.engine.drafter import Speculator
 from quire.errors import FetchError, RequestError
 from quire.speculate import NAMES, EarlyExit, FirstOf, Ngram, NgramCache
-from quire.types import Sampling
+from quire.types import Sampling, SamplingFields
+from quire.weights import pull
 
+ENDLESS = 2**31 - 1
+"""Tokens to generate when there is no limit; the context is one."""
 _BAR_FROM = 256 * 1024**2  # a smaller file is loaded before a bar could be read
+
+
+def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """Refuses, under the name of the flag, what is no number of bytes."""
+    try:
+        if value is not None and value != "0":
+            config.parse_bytes(value)
+    except RequestError as error:
+        raise click.BadParameter(str(error), ctx, param) from error
+    return value
+
 
 _PAGES = [
     click.option("--page-tokens", type=int, default=16, show_default=True,
                  help="Tokens in a page of memory."),
-    click.option("--cache-type-k", default="f16", show_default=True,
-                 type=click.Choice(KV_TYPES)),
-    click.option("--cache-type-v", default="f16", show_default=True,
-                 type=click.Choice(KV_TYPES)),
+    click.option("-ctk", "--cache-type-k", default="f16", show_default=True,
+                 type=click.Choice(KV_TYPES), help="How K is stored."),
+    click.option("-ctv", "--cache-type-v", default="f16", show_default=True,
+                 type=click.Choice(KV_TYPES), help="How V is stored."),
 ]  # fmt: skip
 
 _LESS = [
@@ -42,14 +58,16 @@ _MODEL = [
     click.option("-t", "--threads", type=int, help="Threads that compute (one per core)."),
     click.option("--device", default="auto", show_default=True,
                  help="cpu (which auto is), cuda, cuda:1 …, or reference (NumPy, slow)."),
-    click.option("--memory-budget", help="Most memory to use, such as 4GiB (what is free)."),
+    click.option("--memory-budget", callback=_size,
+                 help="Most memory to use, such as 4GiB (what is free)."),
     click.option("--kv-cache-tokens", type=int, help="Most tokens that K and V are kept for."),
     click.option("--kv-cache-demand-paged/--no-kv-cache-demand-paged", default=True,
-                 help="Take memory for K and V as it is used, or all at the start."),
+                 help="Take memory for K and V as it is used, or all of --kv-cache-tokens (or of "
+                 "the context) at the start."),
     *_PAGES,
     click.option("--swa-full", is_flag=True,
                  help="Keep what sliding windows have passed, for rewinds to any place."),
-    click.option("--swap-space", default="4GiB", show_default=True,
+    click.option("--swap-space", callback=_size, default="4GiB", show_default=True,
                  help="Most disk for sequences that make room for others; 0 for none."),
     *_LESS,
     click.option("--activations", default="int8", show_default=True,
@@ -60,20 +78,32 @@ _MODEL = [
 
 _SAMPLING = [
     click.option("-n", "--n-predict", type=int, default=256, show_default=True,
-                 help="Most tokens to generate."),
-    click.option("--temp", type=float, default=0.0, show_default=True,
+                 help="Most tokens to generate; -1 for as many as the context holds."),
+    click.option("--temp", type=float,
                  help="Temperature; 0 always takes the likeliest token."),
-    click.option("--top-k", type=int, default=0, help="Keep the k likeliest tokens (0: all)."),
-    click.option("--top-p", type=float, default=1.0, help="Keep the likeliest, to this sum."),
-    click.option("--min-p", type=float, default=0.0, help="Drop what is less likely than this "
-                 "share of the likeliest."),
-    click.option("--repeat-penalty", type=float, default=1.0, help="Above 1: repeat less."),
-    click.option("--seed", type=int, help="Makes sampling repeatable."),
+    click.option("--top-k", type=int, help="Keep the k likeliest tokens (0: all)."),
+    click.option("--top-p", type=float, help="Keep the likeliest, to this sum."),
+    click.option("--min-p", type=float, help="Drop what is less likely than this share of the "
+                 "likeliest."),
+    click.option("--repeat-penalty", type=float, help="Above 1: repeat less."),
+    click.option("--presence-penalty", type=float,
+                 help="Above 0: say less again of what was said."),
+    click.option("--frequency-penalty", type=float,
+                 help="Above 0: the less, the oftener it was said."),
+    click.option("-s", "--seed", type=int, help="Makes sampling repeatable; -1 for another each "
+                 "time."),
+    click.option("--ignore-eos", is_flag=True, help="Go on when the model ends."),
     click.option("--speculate", metavar="HOW",
                  help="Draft tokens ahead: ngram, ngram:CACHEFILE, lookahead, early-exit, "
                  "early-exit:LAYERS, or a smaller model of the same vocabulary (as for --model); "
                  "several joined by +. The output stays the same."),
 ]  # fmt: skip
+_FIELDS = {
+    "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
+    "repeat_penalty": "repetition_penalty", "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+}  # fmt: skip
+"""Options, and the fields of `Sampling` that they set where they are given."""
 
 
 def _apply(options: list[Any]) -> Callable[[Any], Any]:
@@ -93,12 +123,13 @@ sampling_options = _apply(_SAMPLING)
 
 def load_from(options: dict[str, Any]) -> quire.LLM:
     """Loads the model that these options name; takes its own options out of them."""
+    model = fetched(options.pop("model"))
     bar = LoadBar()
     try:
-        return quire.load(
-            options.pop("model"),
-            n_ctx=options.pop("ctx_size"),
-            threads=options.pop("threads"),
+        llm = quire.load(
+            model,
+            n_ctx=options.pop("ctx_size") or None,  # 0 is the model's own, as in llama.cpp
+            threads=None if (threads := options.pop("threads")) == -1 else threads,
             device=options.pop("device"),
             memory_budget=options.pop("memory_budget"),
             kv_cache_tokens=options.pop("kv_cache_tokens"),
@@ -114,6 +145,21 @@ def load_from(options: dict[str, Any]) -> quire.LLM:
             quantize=options.pop("quantize"),
             progress=bar,
         )
+    finally:
+        bar.close()
+    if llm.n_ctx > llm.model.n_ctx_train:
+        note(
+            f"quire: the model was made for {llm.model.n_ctx_train:,} tokens of context; with -c "
+            f"{llm.n_ctx} what comes after them may make no sense"
+        )
+    return llm
+
+
+def fetched(model: str) -> str:
+    """The path of a model, which is fetched with a bar if need be."""
+    bar = LoadBar(least=0, text=f"fetching {model}")
+    try:
+        return str(pull.resolve(model, config.cache_folder(), bar))
     finally:
         bar.close()
 
@@ -142,7 +188,9 @@ def _way(how: str, llm: quire.LLM, stack: ExitStack) -> Speculator | quire.LLM:
             raise RequestError(f"--speculate {how}: {setting!r} is no number of layers")
         return EarlyExit(int(setting))
     try:
-        return stack.enter_context(quire.load(how, beside=llm, threads=llm.settings.threads))
+        return stack.enter_context(
+            quire.load(fetched(how), beside=llm, threads=llm.settings.threads)
+        )
     except FetchError as error:
         if name == "hf":
             raise
@@ -153,18 +201,18 @@ def _way(how: str, llm: quire.LLM, stack: ExitStack) -> Speculator | quire.LLM:
         ) from error
 
 
-def sampling_from(options: dict[str, Any], **fields: Any) -> Sampling:
-    """The sampling that these options describe."""
-    return Sampling(
-        max_tokens=options.pop("n_predict"),
-        temperature=options.pop("temp"),
-        top_k=options.pop("top_k"),
-        top_p=options.pop("top_p"),
-        min_p=options.pop("min_p"),
-        repetition_penalty=options.pop("repeat_penalty"),
-        seed=options.pop("seed"),
-        **fields,
-    )
+def sampling_from(options: dict[str, Any]) -> SamplingFields:
+    """The fields of `Sampling` that were given, checked; takes their options out of them."""
+    tokens, seed = options.pop("n_predict"), options.pop("seed")
+    given = {field: options.pop(name) for name, field in _FIELDS.items()}
+    fields: Any = {field: value for field, value in given.items() if value is not None}
+    if seed is not None and seed != -1:
+        fields["seed"] = seed
+    if tokens in (-1, -2):  # as llama.cpp has it: endless, or until the context is full
+        tokens = ENDLESS
+    fields |= {"max_tokens": tokens, "ignore_eos": options.pop("ignore_eos")}
+    Sampling(**fields)  # refuses what cannot be
+    return cast(SamplingFields, fields)
 
 
 class LoadBar:
@@ -174,9 +222,15 @@ class LoadBar:
         self._least = least
         self._text = text
         self._bar: Any = None
+        self._said = False
 
     def __call__(self, done: int, total: int) -> None:
         if total < self._least or not sys.stderr.isatty():
+            return
+        if config.plain_terminal():
+            if not self._said:
+                note(f"{self._text} …")
+            self._said = True
             return
         if self._bar is None:
             from rich.console import Console

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 import quire
+from quire.cli.flags import Command
 from quire.cli.options import (
     drafts_from,
     load_from,
@@ -17,12 +18,22 @@ from quire.cli.options import (
     sampling_from,
     sampling_options,
 )
+from quire.cli.prompt import whole_prompt
+from quire.cli.streams import note, shown
 from quire.errors import RequestError
-from quire.types import Completion, Constraint, Json, Regex
+from quire.text.gbnf import gbnf_to_lark
+from quire.types import Completion, Constraint, Grammar, Json, Regex, Sampling
 
 
-@click.command("run")
+@click.command("run", cls=Command)
 @click.argument("prompt", required=False)
+@click.option("-p", "--prompt", "asked", help="The prompt, as PROMPT is.")
+@click.option(
+    "-f",
+    "--file",
+    metavar="FILE",
+    help="A prompt in a file, behind PROMPT if there is one; - is standard input.",
+)
 @model_options
 @sampling_options
 @click.option("--raw", is_flag=True, help="Continue the text itself instead of answering it.")
@@ -30,46 +41,55 @@ from quire.types import Completion, Constraint, Json, Regex
 @click.option("--stop", multiple=True, help="End before this text; may be given several times.")
 @click.option(
     "--json-schema",
-    type=click.Path(exists=True, dir_okay=False),
-    help="Answer in JSON that fits the schema in this file.",
+    metavar="SCHEMA",
+    help="Answer in JSON that fits this schema, or the one in this file.",
 )
+@click.option("--grammar", metavar="GBNF", help="Answer in what this grammar of llama.cpp fits.")
+@click.option("--grammar-file", metavar="FILE", help="The same, with the grammar in a file.")
 @click.option("--regex", help="Answer in text that this regular expression matches.")
 @click.option("--json", "as_json", is_flag=True,
               help="One JSON object: text, token_ids, timings, speculation, memory.")  # fmt: skip
-def command(prompt: str | None, **options: Any) -> None:
-    """Answer PROMPT, or standard input, to standard output as it comes.
+def command(prompt: str | None, asked: str | None, file: str | None, **options: Any) -> None:
+    """Answer PROMPT, with what comes on standard input behind it, as it comes.
 
     A model with a chat template answers the prompt as a user's message; --raw, and a model
-    without a template, continue the text as it stands.
+    without a template, continue the text as it stands. An answer that is cut is told on standard
+    error; one that had to fit a schema, grammar or expression ends with status 1 then.
     """
-    text = _prompt(prompt)
-    constraint = _constraint(options.pop("json_schema"), options.pop("regex"))
+    if prompt is not None and asked is not None:
+        raise RequestError("there are two prompts, PROMPT and -p; give one")
+    constraint = _constraint(options)
     as_json, raw, system = options.pop("as_json"), options.pop("raw"), options.pop("system")
     stop = options.pop("stop")
-    sampling, speculate = sampling_from(options), options.pop("speculate")
+    sampling, speculate = Sampling(**sampling_from(options)), options.pop("speculate")
+    text = whole_prompt(prompt if asked is None else asked, file)
     with load_from(options) as llm, drafts_from(speculate, llm) as drafts:
         tokens = _tokens(llm, text, raw, system)
         stream = llm.stream(tokens, sampling, stop=stop, constraint=constraint, speculate=drafts)
         for piece in stream:
             if not as_json:
-                sys.stdout.write(piece)
+                sys.stdout.write(shown(piece))
                 sys.stdout.flush()
+        completion = stream.completion
         if as_json:
-            print(json.dumps(_object(stream.completion, llm)))
+            print(json.dumps(_object(completion, llm)))
         else:
             sys.stdout.write("\n")
-            _summary(stream.completion)
+            sys.stdout.flush()
+            _summary(completion)
+    if completion.finish_reason == "length":
+        note(f"quire: {cut(completion, sampling)}")
+        if constraint is not None:
+            sys.exit(1)
 
 
-def _prompt(prompt: str | None) -> str:
-    if prompt is not None and prompt != "-":
-        return prompt
-    if prompt is None and sys.stdin.isatty():
-        raise RequestError('there is no prompt; give one, as in: quire run "Why is the sky blue?"')
-    try:
-        return sys.stdin.buffer.read().decode()
-    except UnicodeDecodeError as error:
-        raise RequestError(f"standard input is not UTF-8: {error}") from error
+def cut(completion: Completion, sampling: Sampling) -> str:
+    """Why an answer has no end, and what to do."""
+    if len(completion.token_ids) >= sampling.max_tokens:
+        return (
+            f"the answer was cut after {sampling.max_tokens} tokens; -n allows more, -1 any number"
+        )
+    return "the answer was cut because the context is full; -c allows more"
 
 
 def _tokens(llm: quire.LLM, text: str, raw: bool, system: str | None) -> list[int]:
@@ -81,12 +101,33 @@ def _tokens(llm: quire.LLM, text: str, raw: bool, system: str | None) -> list[in
     return llm.chat_tokens([*messages, {"role": "user", "content": text}])
 
 
-def _constraint(schema: str | None, regex: str | None) -> Constraint | None:
-    if schema and regex:
-        raise RequestError("--json-schema and --regex exclude each other; give one")
-    if schema:
-        return Json(Path(schema).read_text())
-    return Regex(regex) if regex else None
+def _constraint(options: dict[str, Any]) -> Constraint | None:
+    """What the answer has to fit; takes its own options out of them."""
+    names = ("json_schema", "grammar", "grammar_file", "regex")
+    given = {name: value for name in names if (value := options.pop(name)) is not None}
+    if len(given) > 1:
+        flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise RequestError(f"{flags} exclude each other; give one")
+    for name, value in given.items():
+        match name:
+            case "json_schema":
+                return Json(value if value.lstrip().startswith(("{", "[")) else _read(value))
+            case "grammar":
+                return Grammar(gbnf_to_lark(value))
+            case "grammar_file":
+                return Grammar(gbnf_to_lark(_read(value)))
+            case "regex":
+                return Regex(value)
+    return None
+
+
+def _read(name: str) -> str:
+    try:
+        return Path(name).expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise RequestError(f"{name}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise RequestError(f"{name} is not UTF-8: {error}") from error
 
 
 def _object(completion: Completion, llm: quire.LLM) -> dict[str, Any]:
@@ -108,16 +149,16 @@ def _summary(completion: Completion) -> None:
     if not sys.stderr.isatty():
         return
     t = completion.timings
-    click.secho(
+    note(
         f"{t.prompt_tokens} prompt tokens at {t.prefill_tokens_per_s:.0f}/s, "
         f"{len(completion.token_ids)} generated at {t.decode_tokens_per_s:.0f}/s, "
         f"loaded in {t.load_s:.2f} s ({completion.finish_reason})",
-        err=True, dim=True,
-    )  # fmt: skip
+        dim=True,
+    )
     if s := completion.speculation:
-        click.secho(
+        note(
             f"{s.accepted} of {s.drafted} drafted tokens accepted in {s.rounds} rounds, "
             f"{s.mean_accepted:.1f} each; {s.draft_s:.2f} s to draft, "
             f"{s.verify_s:.2f} s to verify, {s.rollback_s * 1e3:.1f} ms to roll back",
-            err=True, dim=True,
-        )  # fmt: skip
+            dim=True,
+        )

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import click
 
 from quire import config
 from quire.api.devices import device_of
+from quire.cli.flags import Command
+from quire.cli.human import decimal_text, size_text
 from quire.cli.options import size_options
 from quire.devices.budget import Budget
 from quire.errors import QuireError
@@ -24,7 +28,7 @@ from quire.weights.file import WeightFile
 from quire.weights.gguf_format import quote
 
 
-@click.command("show")
+@click.command("show", cls=Command)
 @click.argument("model", default="smollm2")
 @size_options
 @click.option("--tensors", is_flag=True, help="List every tensor.")
@@ -48,20 +52,45 @@ def command(
     if as_json:
         click.echo(json.dumps(facts))
         return
-    width = max(len(key) for key in facts)
-    for key, value in facts.items():
-        if isinstance(value, dict):
-            click.echo(f"{key}:")
-            for name, inner in value.items():
-                click.echo(f"  {_plain(name)}: {_one_line(inner)}")
-        else:
-            click.echo(f"{key:<{width}}  {_plain(value)}")
+    for key, value in _lines(facts):
+        click.echo(f"{key:<14}{_plain(value)}")
+    for title in ("metadata", "tensors"):
+        if title in facts:
+            click.echo(f"{title}:")
+            for name, value in facts[title].items():
+                click.echo(f"  {_plain(name)}: {_plain(value)}")
 
 
-def _one_line(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {inner}" for name, inner in value.items())
-    return _plain(value)
+def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """What people want to know first, in words."""
+    yield "file", f"{facts['file']} ({decimal_text(facts['bytes'])}B)"
+    size = f"{decimal_text(facts['parameters'])} parameters, {facts['layers']} layers"
+    yield "architecture", f"{facts['architecture']}, {size}"
+    if experts := facts["experts"]["count"]:
+        yield "experts", f"{experts} in a layer, {facts['experts']['used']} used for a token"
+    if context := facts["context"]:
+        yield "context", f"{context:,} tokens"
+    yield "formats", facts["formats"]
+    yield "chat template", "yes" if facts["chat_template"] else "no"
+    if "loaded_bytes" in facts:
+        yield "loaded", f"{size_text(facts['loaded_bytes'])} of weights"
+    if isinstance(facts["memory"], str):
+        yield "memory", facts["memory"]
+    else:
+        for name, group in facts["memory"].items():
+            yield "memory", f"{name}: {_group_text(group)}"
+    yield "kernels", facts["kernels"]
+
+
+def _group_text(group: dict[str, Any]) -> str:
+    parts = [f"{group['layers']} layers"]
+    if window := group.get("window"):
+        parts.append(f"a window of {window:,} tokens")
+    if n_bytes := group.get("bytes_per_token"):
+        parts.append(f"{size_text(n_bytes)} a token")
+    if n_bytes := group.get("bytes_per_sequence"):
+        parts.append(f"at most {size_text(n_bytes)} a sequence")
+    return ", ".join(parts)
 
 
 def _plain(value: Any) -> str:
@@ -108,10 +137,12 @@ def _facts(file: WeightFile, settings: config.LoadConfig) -> dict[str, Any]:
     }
     return {
         "file": str(file.path),
-        "bytes": sum(formats.values()),
+        "bytes": _file_bytes(file.path),
+        "tensor_bytes": sum(formats.values()),
         "architecture": arch if arch in architectures() else f"{arch} (not known to Quire)",
         "parameters": parameters,
         "layers": ActiveSize.of(file).layers if f"{arch}.block_count" in file.metadata else 0,
+        "context": file.get_int(f"{arch}.context_length", default=0),
         "experts": {
             "count": file.get_int(f"{arch}.expert_count", default=0),
             "used": file.get_int(f"{arch}.expert_used_count", default=0),
@@ -122,6 +153,12 @@ def _facts(file: WeightFile, settings: config.LoadConfig) -> dict[str, Any]:
         "kernels": ops.name,
         "metadata": small,
     }
+
+
+def _file_bytes(path: Path) -> int:
+    """What a model takes on the disk: its file, or all files with weights in its folder."""
+    files = path.glob("*.safetensors") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files)
 
 
 def _has_template(file: WeightFile) -> bool:

@@ -37,15 +37,21 @@ class MemorySettings(Protocol):
 
 def build_memory(
     groups: Sequence[GroupSpec | RecurrentSpec], device: Device, settings: MemorySettings,
-    kernels: Mapping[str, GroupKernels],
+    kernels: Mapping[str, GroupKernels], n_ctx: int | None = None,
 ) -> Memory:  # fmt: skip
-    """The memory of a model with these groups, and kernels by the names of groups."""
+    """The memory of a model with these groups, and kernels by the names of groups.
+
+    What is taken all at once is for kv_cache_tokens, or else for one context of n_ctx tokens.
+    """
     if not groups:
         raise ModelError("the model declares no groups, so there is nothing to remember with")
     if not settings.kv_cache_demand_paged:
         _check_up_front(groups, settings)
     none = GroupKernels()
-    return Memory([_group(g, device, settings, kernels.get(g.name, none)) for g in groups])
+    tokens = settings.kv_cache_tokens
+    if tokens is None and not settings.kv_cache_demand_paged:
+        tokens = n_ctx
+    return Memory([_group(g, device, settings, kernels.get(g.name, none), tokens) for g in groups])
 
 
 def attention_layout(group: GroupSpec, settings: MemorySettings) -> AttentionLayout:
@@ -56,15 +62,14 @@ def attention_layout(group: GroupSpec, settings: MemorySettings) -> AttentionLay
 
 def _group(
     group: GroupSpec | RecurrentSpec, device: Device, settings: MemorySettings,
-    kernels: GroupKernels,
+    kernels: GroupKernels, tokens: int | None,
 ) -> AnyGroup:  # fmt: skip
     if group.kind == "recurrent":
         if kernels.fold is None:
             raise ModelError(f"group {group.name!r} is recurrent; the model gives no way to fold")
         return RecurrentGroup(StateLayout(group), device, kernels)
     layout = attention_layout(group, settings)
-    tokens, demand_paged = settings.kv_cache_tokens, settings.kv_cache_demand_paged
-    common = (layout, device, kernels, tokens, demand_paged)
+    common = (layout, device, kernels, tokens, settings.kv_cache_demand_paged)
     if group.kind == "window":
         return WindowGroup(*common, swa_full=settings.swa_full)
     return AttentionGroup(*common)

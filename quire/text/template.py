@@ -23,8 +23,6 @@ _SETTINGS = {"fuel": 10_000_000, "memory": 256 << 20, "output": 16 << 20}
 
 # What the engine says when something is too much, besides running out of fuel.
 _TOO_MUCH = re.compile("too large|too many|recursion limit")
-# Marks the model's own words for training; here it is like no tag at all.
-_GENERATION_TAG = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 
 
 class ChatTemplate:
@@ -90,8 +88,7 @@ class ChatTemplate:
 
     def _running(self) -> Worker:
         if self._worker is None or self._worker.has_ended():
-            source = _GENERATION_TAG.sub(_plain_tag, self.source)
-            self._worker = Worker({**_SETTINGS, "template": source})
+            self._worker = Worker({**_SETTINGS, "template": self.source})
         return self._worker
 
     def _text(self, answer: dict[str, str] | None) -> str:
@@ -182,11 +179,6 @@ def _checked(message: object, number: int) -> dict[str, Any]:
             f"not {type(content).__name__}"
         )
     return dict(message)
-
-
-def _plain_tag(tag: re.Match[str]) -> str:
-    before, end, after = tag.groups()
-    return f"{{%{before} {'endif' if end else 'if true'} {after}%}}"
 
 
 def _end(process: subprocess.Popen[str]) -> None:

@@ -11,10 +11,23 @@ rendering; it answers each line with one, {"text": ...} or {"error": ..., "kind"
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 import time
+from functools import cache
 from typing import Any
+
+_NEWLINE = re.compile(r"\r\n?")  # Jinja reads every kind of line end as one
+# Marks the model's own words for training; here it is like no tag at all.
+_GENERATION_TAG = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
+# Texts, which stay as they are, or tests that Jinja answers with yes for what is not defined. The
+# engine shows our answers no difference between that and none, for which they are no.
+_TAG = re.compile(r"\{[%{].*?[%}]\}", re.DOTALL)
+_TEST = re.compile(
+    r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|\bis(?=\s+(?:not\s+)?(?:iterable|sequence)\b)""",
+    re.DOTALL,
+)
 
 
 def main() -> None:
@@ -55,9 +68,13 @@ def make_environment(fuel: int) -> Any:
         lstrip_blocks=True,
         pycompat=True,
         debug=False,
-        filters={"tojson": to_json},
+        filters={
+            "tojson": to_json, "indent": indent, "length": length, "count": length,
+            "int": to_int, "float": to_float,
+        },
+        tests={"iterable": is_iterable, "sequence": is_sequence},
         globals={"raise_exception": raise_exception, "strftime_now": time.strftime},
-    )
+    )  # fmt: skip
 
 
 class RaisedByTemplateError(Exception):
@@ -74,12 +91,70 @@ def to_json(value: Any, **options: Any) -> str:
     return json.dumps(value, **{"ensure_ascii": False, **options})
 
 
+@cache
+def for_engine(source: str) -> str:
+    """A template as the engine has to be given it to render it as Jinja does."""
+    source = _GENERATION_TAG.sub(_plain_tag, _NEWLINE.sub("\n", source))
+    return _TAG.sub(lambda tag: _TEST.sub(_defined_first, tag[0]), source)
+
+
+def _defined_first(found: re.Match[str]) -> str:
+    return "|default('') is" if found[0] == "is" else found[0]
+
+
+def _plain_tag(tag: re.Match[str]) -> str:
+    before, end, after = tag.groups()
+    return f"{{%{before} {'endif' if end else 'if true'} {after}%}}"
+
+
+# Where the engine is not like Jinja. It hands over None both for none and for what is not defined.
+
+
+def is_iterable(value: Any) -> bool:
+    """Templates ask `tools is iterable and tools | length > 0`: none is not, a text is."""
+    return hasattr(value, "__iter__")
+
+
+def is_sequence(value: Any) -> bool:
+    """Whatever has a length and items; texts and mappings too."""
+    return hasattr(value, "__len__") and hasattr(value, "__getitem__")
+
+
+def length(value: Any) -> int:
+    """The number of items; none of what is not defined."""
+    return 0 if value is None else len(value)
+
+
+def indent(text: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
+    """Every line but the first moved to the right; a newline at the end stays."""
+    before = width if isinstance(width, str) else " " * width
+    lines = f"{text}\n".splitlines()
+    rest = [before + line if line or blank else line for line in lines[1:]]
+    return "\n".join([before + lines[0] if first else lines[0], *rest])
+
+
+def to_int(value: Any, default: int = 0, base: int = 10) -> int:
+    """A whole number, or the default where there is none in it."""
+    try:
+        return int(value, base) if isinstance(value, str) else int(value)
+    except (TypeError, ValueError, OverflowError):
+        return int(to_float(value, default))
+
+
+def to_float(value: Any, default: float = 0.0) -> float:
+    """A number, or the default where there is none in it."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return default
+
+
 def render(environment: Any, template: str, context: dict[str, Any], most: int) -> dict[str, Any]:
     """One rendering, or what went wrong."""
     from minijinja import TemplateError
 
     try:
-        text = environment.render_str(template, "chat template", **context)
+        text = environment.render_str(for_engine(template), "chat template", **context)
     except RaisedByTemplateError as error:
         return {"error": str(error), "kind": "raised"}
     except TemplateError as error:

@@ -58,8 +58,8 @@ def test_run_constrained(path: str) -> None:
         (["run", "x", "-m", "no/such/file.gguf"], "no/such/file.gguf"),
         (["run", "x", "-m", "no-such-alias"], "no-such-alias"),
         (["run", "x", "-m", "weights.bin"], "weights.bin"),
-        (["run", "x", "--temp", "-1"], "temperature"),
-        (["run", "x", "-n", "0"], "max_tokens"),
+        (["run", "x", "--temp", "-1"], "--temp must be a number"),
+        (["run", "x", "-n", "0"], "-n must be a whole number"),
         (["show", "no/such/file.gguf"], "no/such/file.gguf"),
     ],
 )
@@ -89,7 +89,8 @@ def test_chat_branches_and_comes_back(path: str, tmp_path: Path) -> None:
         "/fork\nother\n/fork deeper\nmore\n/switch main\n",
     ):  # fmt: skip
         result = run("chat", "-m", path, "-n", "6", input=f"hi\n{between}again\n")
-        assert result.exit_code == 0 and result.stderr == ""
+        told = {line for line in result.stderr.splitlines() if "cut after 6 tokens" not in line}
+        assert result.exit_code == 0 and not told
         answers.append((result.stdout.splitlines()[0], result.stdout.splitlines()[-1]))
     assert len(set(answers)) == 1
 
@@ -144,7 +145,7 @@ def test_show_tells_the_memory_that_is_held(name: str, tmp_path: Path) -> None:
             else:
                 assert facts["bytes_per_token"] == stats[group.name]["bytes_per_token"]
                 assert facts.get("window") == group.window
-    assert f"layers {facts['layers']}, bytes_per" in run("show", str(folder)).stdout
+    assert f": {facts['layers']} layers, " in run("show", str(folder)).stdout
 
 
 def test_show_tells_of_what_would_be_loaded(tmp_path: Path) -> None:

@@ -48,6 +48,28 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.parametrize("n_ctx", [None, 256])
+@pytest.mark.parametrize("tokens", [None, 480])
+@pytest.mark.parametrize("budget", ["64MiB", "tight"])
+def test_pages_taken_at_the_start_hold_the_context(
+    dense: Path, n_ctx: int | None, tokens: int | None, budget: str
+) -> None:
+    """The longest sequence is what the pool holds, however much is free beside it."""
+    settings: dict[str, Any] = {"n_ctx": n_ctx, "kv_cache_tokens": tokens, "threads": 1}
+    with quire.load(dense, **settings) as llm:
+        context, used = llm.n_ctx, llm.budget.used
+        per_token = llm.memory.as_dict()["stats"]["attention"]["bytes_per_token"]
+    if budget == "tight":  # nothing is left once the pages are taken
+        budget = str(used + per_token * (tokens or context) // 4096 * 4096 + 4096)
+    settings |= {"memory_budget": budget, "kv_cache_demand_paged": False}
+    with quire.load(dense, **settings) as llm:
+        assert llm.n_ctx == context == (n_ctx or min(tokens or 512, 512))
+        held = llm.budget.breakdown["pages of attention"]
+        assert 0 <= held - per_token * (tokens or context) < 4096 + 16 * per_token
+        made = llm.generate([5] * 100, max_tokens=1000, ignore_eos=True)
+        assert len(made.token_ids) == context - 100 and made.finish_reason == "length"
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

@@ -277,6 +277,8 @@ HOSTILE = {
     "{% set ns.x = [ns.x] %}{% endfor %}{{ ns.x|tojson }}",
     "deep expression": "{{ " + "(" * 20000 + "1" + ")" * 20000 + " }}",
     "deep blocks": "{% if 1 %}" * 20000 + "{% endif %}" * 20000,
+    "tags without end": "{%" * 400000,
+    "wide indent": "{{ 'a\nb'|indent(900000000) }}",
 }
 
 
