@@ -211,6 +211,21 @@ class Speculation:
 
 
 @dataclass(frozen=True)
+class ToolCall:
+    """A tool that the model wants to be called, and with what."""
+
+    id: str = field(compare=False)
+    name: str
+    arguments: str
+    """A JSON object."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """As messages have it."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+@dataclass(frozen=True)
 class Completion:
     """What a request came to."""
 
@@ -223,3 +238,17 @@ class Completion:
     timings: Timings
     speculation: Speculation | None = None
     """None when nobody asked for it."""
+    reasoning: str = ""
+    """What a chat model thought before it answered; not part of the text."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """The tools that a chat model calls; not part of the text."""
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer as a message, to go on with the conversation."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [call.as_dict() for call in self.tool_calls]
+        return message

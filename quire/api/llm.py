@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire import config
-from quire.api.arguments import check_salt, path_of
+from quire.api.arguments import check_salt, path_of, stops_of
 from quire.api.devices import device_of
 from quire.api.report import MemoryReport
 from quire.api.requests import Requests, Speculate
@@ -172,31 +172,41 @@ class LLM(Requests):
 
     def chat(
         self, messages: Seq[Mapping[str, Any]], sampling: Sampling | None = None, *,
-        speculate: Speculate = None, stop: str | Seq[str] = (),
-        constraint: Constraint | None = None, cache_salt: str = "",
+        tools: Seq[Mapping[str, Any]] | None = None, tool_choice: str = "auto",
+        template_options: Mapping[str, Any] | None = None, speculate: Speculate = None,
+        stop: str | Seq[str] = (), constraint: Constraint | None = None, cache_salt: str = "",
         **fields: Unpack[SamplingFields],
     ) -> Completion:  # fmt: skip
-        """The model's next turn in a conversation."""
-        completion: Completion = self.generate(
-            self.chat_tokens(messages), sampling, speculate=speculate, stop=stop,
-            constraint=constraint, cache_salt=cache_salt, **fields,
+        """The model's next turn in a conversation.
+
+        It may call `tools` (functions with JSON schemas, as OpenAI has them): `tool_calls` of the
+        completion has the calls, `reasoning` what it thought, `text` the rest. `tool_choice` is
+        "auto", "none", "required", or the name of the tool to call; the arguments then fit the
+        schema. `template_options` are the template's own, such as `{"enable_thinking": False}`.
+        """
+        prompt = self.chat_prompt(messages, tools, tool_choice, template_options)
+        completion = self.generate(
+            prompt.tokens, sampling, speculate=speculate, stop=[*stops_of(stop), *prompt.stop],
+            constraint=prompt.only(constraint), cache_salt=cache_salt, **fields,
         )  # fmt: skip
-        return completion
+        return prompt.answered(completion)
 
     async def achat(
         self, messages: Seq[Mapping[str, Any]], sampling: Sampling | None = None, *,
-        speculate: Speculate = None, stop: str | Seq[str] = (),
-        constraint: Constraint | None = None, cache_salt: str = "",
+        tools: Seq[Mapping[str, Any]] | None = None, tool_choice: str = "auto",
+        template_options: Mapping[str, Any] | None = None, speculate: Speculate = None,
+        stop: str | Seq[str] = (), constraint: Constraint | None = None, cache_salt: str = "",
         **fields: Unpack[SamplingFields],
     ) -> Completion:  # fmt: skip
         """`chat` for coroutines."""
         from asyncio import to_thread
 
-        completion: Completion = await self.agenerate(
-            await to_thread(self.chat_tokens, messages), sampling, speculate=speculate, stop=stop,
-            constraint=constraint, cache_salt=cache_salt, **fields,
+        prompt = await to_thread(self.chat_prompt, messages, tools, tool_choice, template_options)
+        completion = await self.agenerate(
+            prompt.tokens, sampling, speculate=speculate, stop=[*stops_of(stop), *prompt.stop],
+            constraint=prompt.only(constraint), cache_salt=cache_salt, **fields,
         )  # fmt: skip
-        return completion
+        return prompt.answered(completion)
 
     def session(self, cache_salt: str = "") -> Session:
         """An empty session: a context to append to, fork, rewind and generate from."""
