@@ -16,6 +16,9 @@ from typing import Any, Literal, TypedDict
 from quire.errors import QuireError, RequestError
 
 FinishReason = Literal["stop", "length", "cancelled"]
+Pooling = Literal["last", "mean", "cls"]
+"""Which tokens stand for a text as a vector: the last, all in the mean, or the first."""
+POOLINGS: tuple[Pooling, ...] = ("last", "mean", "cls")
 
 
 class SamplingFields(TypedDict, total=False):

@@ -18,10 +18,11 @@ from quire import config
 from quire.api.arguments import check_salt, path_of, stops_of
 from quire.api.devices import device_of
 from quire.api.report import MemoryReport
-from quire.api.requests import Requests, Speculate
+from quire.api.requests import Speculate
 from quire.api.session import Session
 from quire.api.stream import AsyncStream, Stream, end_soon, off_the_loop
 from quire.api.texts import Prompt, is_batch, tokenizer_of
+from quire.api.vectors import Vectors
 from quire.devices.budget import Budget
 from quire.engine.constrain import Constrainer
 from quire.engine.engine import Engine
@@ -37,9 +38,10 @@ from quire.models.loader import ProgressFn
 from quire.models.registry import architecture_of, open_weights
 from quire.placement.blueprint import Blueprint
 from quire.types import Completion, Constraint, Sampling, SamplingFields
+from quire.weights.defaults import pooling_of
 
 
-class LLM(Requests):
+class LLM(Vectors):
     """A loaded model. Made by `quire.load`; a context manager that gives everything back.
 
     Any number of threads and event loops may use it: their requests are computed in one batch.
@@ -58,6 +60,7 @@ class LLM(Requests):
             with open_weights(path) as file:
                 self.architecture = architecture_of(file)
                 super().__init__(tokenizer_of(file), path)
+                self.pooling = pooling_of(file) or "last"
                 blueprint = Blueprint.read(file, self.ops, settings)
                 self.active = blueprint.active
                 blueprint.raise_errors()
