@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence as Seq
 from threading import Lock
 from typing import Any, Protocol
 
@@ -36,6 +37,7 @@ class Constrainer:
         self.vocabulary = vocabulary
         self._tokenizer: Any = None
         self._preparing = Lock()
+        self._with: dict[tuple[str, ...], frozenset[int]] = {}
 
     def compile(self, constraint: Constraint) -> Matcher:
         """A matcher at its start; a constraint that cannot be compiled is refused."""
@@ -49,6 +51,18 @@ class Constrainer:
         if matcher.is_error():
             raise RequestError(f"the constraint cannot be compiled: {matcher.get_error():.800}")
         return Matcher(matcher, self.vocabulary.n_vocab)
+
+    def tokens_with(self, texts: Seq[str]) -> frozenset[int]:
+        """The tokens that have one of these texts in theirs."""
+        key = tuple(texts)
+        if key not in self._with:
+            parts = [text.encode() for text in key]
+            self._with[key] = frozenset(
+                i
+                for i in range(self.vocabulary.n_vocab if parts else 0)
+                if any(part in self.vocabulary.token_bytes(i) for part in parts)
+            )
+        return self._with[key]
 
     def _prepared(self) -> Any:
         from llguidance import LLTokenizer, TokenizerWrapper
