@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from copy import deepcopy
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import numpy as np
@@ -124,7 +125,8 @@ class Session:
         **fields: Unpack[SamplingFields],
     ) -> Completion:  # fmt: skip
         """`generate` for coroutines; a task that is cancelled leaves what came until then."""
-        job = await off_the_loop(lambda: self._start(sampling, speculate, stop, constraint, fields))
+        start = partial(self._start, sampling, speculate, stop, constraint, fields)
+        (job,) = await off_the_loop(lambda: [start()])
         try:
             await self._llm.done(job)
         finally:

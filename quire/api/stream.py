@@ -74,7 +74,7 @@ class AsyncStream:
         if self._closed:
             raise StopAsyncIteration
         if self._job is None:
-            self._job = await off_the_loop(self._start)
+            (self._job,) = await off_the_loop(lambda: [self._start()])
         job = self._job
         try:
             while not (piece := job.take()):
@@ -108,8 +108,8 @@ def end_soon(job: Job | None) -> None:
         loop.later(lambda: loop.end(job))
 
 
-async def off_the_loop(start: Callable[[], Job]) -> Job:
-    """Starts a request in a thread, since compiling and tokenising take their time."""
+async def off_the_loop(start: Callable[[], list[Job]]) -> list[Job]:
+    """Starts requests in a thread, since compiling and tokenising take their time."""
     import asyncio
 
     task = asyncio.create_task(asyncio.to_thread(start))
@@ -120,7 +120,8 @@ async def off_the_loop(start: Callable[[], Job]) -> Job:
         raise
 
 
-def _unwanted(task: Task[Job]) -> None:
-    """A request that came to be after nobody waited for it any more."""
+def _unwanted(task: Task[list[Job]]) -> None:
+    """Requests that came to be after nobody waited for them any more."""
     if not task.cancelled() and task.exception() is None:
-        end_soon(task.result())
+        for job in task.result():
+            end_soon(job)

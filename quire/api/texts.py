@@ -27,6 +27,10 @@ from quire.weights.file import WeightFile
 
 Prompt = str | Seq[int]
 """Text, or token ids that are taken as they are."""
+Several = list[str] | list[list[int]] | list[Prompt] | tuple[Prompt, ...]
+"""Prompts that are continued at once."""
+Messages = Seq[Mapping[str, Any]]
+"""A conversation: each message has a role and a content."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +60,10 @@ class ChatPrompt:
             raise RequestError("a call that must be made is a constraint; leave constraint out")
         return constraint or self.constraint
 
-    def answered(self, completion: Completion) -> Completion:
-        """A completion with the answer taken apart."""
+    def answered(self, completion: Completion | list[Completion]) -> Any:
+        """A completion, or each of several, with the answer taken apart."""
+        if isinstance(completion, list):
+            return [self.answered(one) for one in completion]
         answer = self.reader().parse(completion.text)
         return replace(
             completion, text=answer.text, reasoning=answer.reasoning, tool_calls=answer.tool_calls
@@ -83,12 +89,12 @@ class Texts:
         """The text of token ids."""
         return self.tokenizer.decode(ids)
 
-    def chat_tokens(self, messages: Seq[Mapping[str, Any]]) -> list[int]:
+    def chat_tokens(self, messages: Messages) -> list[int]:
         """A conversation as the model's own template writes it, ready for the answer."""
         return self.text_tokens(self.chat_text(messages))
 
     def chat_prompt(
-        self, messages: Seq[Mapping[str, Any]], tools: Seq[Mapping[str, Any]] | None = None,
+        self, messages: Messages, tools: Seq[Mapping[str, Any]] | None = None,
         tool_choice: str = "auto", template_options: Mapping[str, Any] | None = None,
     ) -> ChatPrompt:  # fmt: skip
         """A conversation as the model's own template writes it, and how to read the answer."""
@@ -112,7 +118,7 @@ class Texts:
         return ChatPrompt(text, self.text_tokens(text), style, known, constraint)
 
     def chat_text(
-        self, messages: Seq[Mapping[str, Any]], tools: Seq[Mapping[str, Any]] | None = None,
+        self, messages: Messages, tools: Seq[Mapping[str, Any]] | None = None,
         **options: Any,
     ) -> str:  # fmt: skip
         """The text of a conversation, ready for the answer; options are for the template."""

@@ -1,4 +1,4 @@
-"""What a model's files say about its use: how its vectors are pooled."""
+"""What a model's files say about its use: how it samples in chats, how its vectors are pooled."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from quire.errors import ModelError
+from quire.errors import ModelError, RequestError
+from quire.sampling import Sampling
 from quire.types import Pooling
 from quire.weights.file import WeightFile
 from quire.weights.folder import read_beside
@@ -17,6 +18,39 @@ _MODES: dict[str, Pooling] = {
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_cls_token": "cls",
 }
+
+_CHAT = Sampling(temperature=0.8, top_k=40, top_p=0.95, min_p=0.05)
+"""Where a model's files say nothing; as llama.cpp has it."""
+_GGUF = {  # behind general.sampling.
+    "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
+    "xtc_probability": "xtc_probability", "xtc_threshold": "xtc_threshold",
+    "penalty_repeat": "repetition_penalty", "mirostat": "mirostat",
+    "mirostat_tau": "mirostat_tau", "mirostat_eta": "mirostat_eta",
+}  # fmt: skip
+_CONFIG = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
+
+
+def chat_sampling_of(file: WeightFile) -> Sampling:
+    """How a model's makers want it to be sampled in conversations."""
+    if file.path.is_dir():
+        where = f"{file.path / 'generation_config.json'}"
+        config = _settings(file.path, "generation_config.json")
+        found = {name: config[name] for name in _CONFIG if config.get(name) is not None}
+        if config.get("do_sample") is False:
+            found = {"temperature": 0.0}
+    else:
+        where = f"{file.path}: general.sampling"
+        found = {
+            field: file.metadata[key]
+            for name, field in _GGUF.items()
+            if (key := f"general.sampling.{name}") in file.metadata
+        }
+    if not found:
+        return _CHAT
+    try:
+        return Sampling(**{"temperature": 1.0, **found})
+    except RequestError as error:
+        raise ModelError(f"{where}: {error}") from error
 
 
 def pooling_of(file: WeightFile) -> Pooling | None:
