@@ -35,6 +35,9 @@ from quire.models.registry import architecture_of, open_weights
 from quire.placement.blueprint import Blueprint
 from quire.weights.defaults import chat_sampling_of, pooling_of
 
+_WORTH_SHARING = 4
+"""Fewer tokens are sooner computed than the page they lie in is copied."""
+
 
 class LLM(Generating):
     """A loaded model. Made by `quire.load`; a context manager that gives everything back.
@@ -76,7 +79,8 @@ class LLM(Generating):
 
     def _engine(self, memory: Memory) -> Engine:
         size, tokenizer = self.settings.page_tokens, self.tokenizer
-        prefix = PrefixCache(PrefixIndex(memory, size, str(self.path), size), self.budget)
+        index = PrefixIndex(memory, size, str(self.path), min_tokens=_WORTH_SHARING)
+        prefix = PrefixCache(index, self.budget)
         runner = Runner(self.model, self.device)
         tiers = Tiers(DiskTier(config.cache_folder(), self.settings.swap_bytes()))
         constrainer = Constrainer(tokenizer)
@@ -134,6 +138,8 @@ class LLM(Generating):
     def _close(self) -> None:
         if not self.engine.closed:
             self.loop.close()
+            self.model.close()
+            self.ops.trim()
             self.budget.release(self.model.weight_bytes, "weights")
 
     def __enter__(self) -> LLM:

@@ -19,12 +19,24 @@ Complete = Callable[[Job], Completion]
 
 
 class Stream:
-    """An iterator over pieces of text as they come; closing it early gives its pages back."""
+    """An iterator over pieces of text as they come; closing it early gives its pages back.
+
+    Also a context manager that closes it.
+    """
 
     def __init__(self, job: Job, complete: Complete, session: Session | None = None) -> None:
         self._job = job
         self._complete = complete
         self._session = session  # lives as long as its stream does
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Stream {len(self._job.token_ids)} tokens{', done' if self._job.done else ''}>"
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -66,6 +78,12 @@ class AsyncStream:
         self._session = session
         self._job: Job | None = None
         self._closed = False
+
+    async def __aenter__(self) -> AsyncStream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
 
     def __aiter__(self) -> AsyncIterator[str]:
         return self

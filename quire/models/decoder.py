@@ -73,6 +73,11 @@ class Decoder:
             add = network.add_to if network else None
             self._calls.append((mixer.add_to, mixer.group, at, add))
 
+    def close(self) -> None:
+        """Lets go of the weights now, whoever still holds the model; it computes nothing more."""
+        self.layers, self._calls, self._ropes, self.kernels = [], [], [], {}
+        del self._embedding, self._output, self._final_norm
+
     def embed(self, batch: Batch) -> Array:
         """The batch's tokens as rows of the model's width."""
         return self._ops.embed(self._embedding, batch.tokens, self._scale)

@@ -60,6 +60,9 @@ class Model(Protocol):
     kernels: dict[str, GroupKernels]
     """What the device can do with pages, by group."""
 
+    def close(self) -> None:
+        """Lets go of the weights now, whoever still holds the model; it computes nothing more."""
+
     def embed(self, batch: Batch) -> Array:
         """The batch's tokens as rows of the model's width."""
 
