@@ -13,6 +13,10 @@ from numpy.typing import NDArray
 from quire.errors import RequestError
 from quire.types import Constraint, Grammar, Json, Regex
 
+# One space after colons and commas. With free white space small models write nothing else; a
+# schema may still ask for it, under "x-guidance".
+_COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
 
 class Vocabulary(Protocol):
     """What a constraint needs to know of a tokenizer."""
@@ -79,7 +83,7 @@ def _grammar(constraint: Constraint, compiler: Any) -> str:
     match constraint:
         case Json(schema):
             text = schema if isinstance(schema, str) else json.dumps(dict(schema))
-            return str(compiler.grammar_from_json_schema(text))
+            return str(compiler.grammar_from_json_schema(text, defaults=_COMPACT))
         case Regex(pattern):
             return str(compiler.grammar_from_regex(pattern))
         case Grammar(lark):
