@@ -48,7 +48,7 @@ class SamplingFields(TypedDict, total=False):
     ignore_eos: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Sampling:
     """How tokens are chosen; the default is greedy, which is reproducible.
 
@@ -130,6 +130,12 @@ class Sampling:
             raise RequestError(f"dry_sequence_breakers are texts in a list, not {breakers!r:.80}")
         if not isinstance(processors, (list, tuple)) or not all(map(callable, processors)):
             raise RequestError(f"logit_processors are functions in a list, not {processors!r:.80}")
+
+    def __repr__(self) -> str:
+        usual = Sampling()
+        said = [f.name for f in dataclasses.fields(self)
+                if getattr(self, f.name) != getattr(usual, f.name)]  # fmt: skip
+        return f"Sampling({', '.join(f'{name}={getattr(self, name)!r}' for name in said)})"
 
     @property
     def on_host(self) -> bool:

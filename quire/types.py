@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from html import escape
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -20,6 +21,11 @@ FinishReason = Literal["stop", "length", "cancelled"]
 Pooling = Literal["last", "mean", "cls"]
 """Which tokens stand for a text as a vector: the last, all in the mean, or the first."""
 POOLINGS: tuple[Pooling, ...] = ("last", "mean", "cls")
+
+
+def shortened(text: str, most: int = 60) -> str:
+    """A text as far as one line shows it."""
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 @dataclass(frozen=True)
@@ -145,7 +151,7 @@ class ToolCall:
         return {"id": self.id, "type": "function", "function": function}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Completion:
     """What a request came to."""
 
@@ -162,6 +168,22 @@ class Completion:
     """What a chat model thought before it answered; not part of the text."""
     tool_calls: tuple[ToolCall, ...] = ()
     """The tools that a chat model calls; not part of the text."""
+
+    def __repr__(self) -> str:
+        calls = f", calls {', '.join(call.name for call in self.tool_calls)}"
+        return (
+            f"<Completion {shortened(self.text)!r}, {len(self.token_ids)} tokens, "
+            f"{self.finish_reason}{calls if self.tool_calls else ''}>"
+        )
+
+    def _repr_html_(self) -> str:
+        parts = [f"<em>{escape(self.reasoning)}</em>"] if self.reasoning else []
+        parts.append(escape(self.text))
+        parts += [escape(f"{call.name}({call.arguments})") for call in self.tool_calls]
+        speed = f"{self.timings.decode_tokens_per_s:,.1f} tokens/s"
+        facts = f"{len(self.token_ids)} tokens, {self.finish_reason}, {speed}"
+        blocks = "".join(f'<div style="white-space:pre-wrap">{part}</div>' for part in parts)
+        return f"{blocks}<small>{facts}</small>"
 
     @property
     def message(self) -> dict[str, Any]:

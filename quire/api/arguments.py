@@ -51,9 +51,10 @@ def messages_of(messages: object) -> list[dict[str, Any]]:
     several = isinstance(messages, Iterable) and not isinstance(messages, (str, bytes, Mapping))
     found: list[Any] = list(messages) if several and isinstance(messages, Iterable) else [0]
     if not all(isinstance(message, Mapping) for message in found):
+        said = messages if isinstance(messages, str) else "Hi"
         raise RequestError(
-            "a conversation is a list of messages, each with a role and a content, not "
-            f"{messages!r:.80}"
+            "a conversation is a list of messages, such as "
+            f"[{{'role': 'user', 'content': {said!r:.40}}}], not {messages!r:.80}"
         )
     return [_with_objects(dict(message)) for message in found]
 

@@ -142,6 +142,10 @@ class LLM(Generating):
             self.ops.trim()
             self.budget.release(self.model.weight_bytes, "weights")
 
+    def __repr__(self) -> str:
+        state = "closed" if self.engine.closed else f"context {self.n_ctx:,}, {self.ops.name}"
+        return f"<LLM {self.path.name}: {self.architecture}, {self.active.layers} layers, {state}>"
+
     def __enter__(self) -> LLM:
         return self
 

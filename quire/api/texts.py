@@ -45,6 +45,9 @@ class ChatPrompt:
     constraint: Grammar | None
     """What it must write, where it has to call one."""
 
+    def __repr__(self) -> str:
+        return f"<ChatPrompt {len(self.tokens)} tokens>"
+
     @property
     def stop(self) -> tuple[str, ...]:
         """Where the model's part is over, besides its own ends."""
@@ -158,6 +161,8 @@ class Texts:
         if isinstance(prompt, str):
             room = self.n_ctx - behind
             return self.tokenizer.encode(prompt, behind == 0, max_tokens=room)
+        if isinstance(prompt, (bytes, bytearray)):
+            raise _no_bytes(prompt)
         try:
             return [operator.index(token) for token in prompt]
         except TypeError as error:
@@ -177,6 +182,14 @@ def is_batch(prompt: Prompt | Seq[Prompt]) -> bool:
     """Whether this is several prompts: not a text, and not token ids."""
     if isinstance(prompt, str):
         return False
+    if isinstance(prompt, (bytes, bytearray)):
+        raise _no_bytes(prompt)
     if not isinstance(prompt, Iterable):
         raise RequestError(f"a prompt is a text or a list of token ids, not {prompt!r:.80}")
     return not all(isinstance(t, (int, np.integer)) for t in prompt)
+
+
+def _no_bytes(prompt: bytes | bytearray) -> RequestError:
+    return RequestError(
+        f"a prompt is a text or a list of token ids, not bytes: decode {bytes(prompt[:20])!r} first"
+    )
