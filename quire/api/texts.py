@@ -101,15 +101,15 @@ class Texts:
         tool_choice: str = "auto", template_options: Mapping[str, Any] | None = None,
     ) -> ChatPrompt:  # fmt: skip
         """A conversation as the model's own template writes it, and how to read the answer."""
-        style, known = self.style, None
+        if not isinstance(tool_choice, str):
+            raise RequestError(
+                "tool_choice is 'auto', 'none', 'required' or the name of a tool, not "
+                f"{tool_choice!r:.80}"
+            )
+        style, known, listed = self.style, None, None
         if tools is not None and tool_choice != "none":
-            tools, known = tools_of(tools)
-            if not style.takes_tools:
-                raise RequestError(
-                    f"the chat template of {self.path} has no place for tools; describe them in a "
-                    "message, or take a model that was taught to call tools"
-                )
-        text = self.chat_text(messages, tools if known else None, **(template_options or {}))
+            listed, known = self._shown(tools)
+        text = self.chat_text(messages, listed, **(template_options or {}))
         constraint = None
         if known and tool_choice != "auto":
             many = tool_choice == "required"
@@ -119,6 +119,18 @@ class Texts:
         elif tool_choice not in ("auto", "none"):
             raise RequestError(f"tool_choice is {tool_choice!r:.80}, but there are no tools")
         return ChatPrompt(text, self.text_tokens(text), style, known, constraint)
+
+    def _shown(self, tools: object) -> tuple[list[dict[str, Any]] | None, Tools | None]:
+        """Tools for the template, and by name; None where there are none."""
+        listed, known = tools_of(tools)
+        if not listed:
+            return None, None
+        if not self.style.takes_tools:
+            raise RequestError(
+                f"the chat template of {self.path} has no place for tools; describe them in a "
+                "message, or take a model that was taught to call tools"
+            )
+        return listed, known
 
     def chat_text(
         self, messages: Messages, tools: Seq[Mapping[str, Any]] | None = None,

@@ -40,7 +40,7 @@ _XML = CallMarks((*_TAGS, ("<function=", "</function>")), calls.xml_calls)
 _CALLS: dict[str, CallMarks | None] = {
     "gpt-oss": None,  # a message of its own kind
     "qwen-xml": _XML,
-    "hermes": CallMarks(_TAGS, calls.json_calls),
+    "hermes": CallMarks((*_TAGS, ("<tool_calls>", "</tool_calls>")), calls.json_calls),
     "mistral": CallMarks((("[TOOL_CALLS]", ""),), calls.mistral_calls),
     "mistral-list": CallMarks((("[TOOL_CALLS]", ""),), calls.mistral_calls),
     "lfm2": CallMarks((("<|tool_call_start|>", "<|tool_call_end|>"),), calls.python_calls),
@@ -69,6 +69,7 @@ _SIGNS: tuple[tuple[str, Callable[[str], bool]], ...] = (
     ("gpt-oss", _has("<|channel|>", "<|message|>")),
     ("qwen-xml", _has("<tool_call>", "<function=")),
     ("", _has("<tool_call>", "<arg_key>")),
+    ("", _has("<tool_call>", "<invoke")),
     ("nemotron", _has("<TOOLCALL>")),
     ("hermes", _has("<tool_call>", "</tool_call>", "arguments")),
     ("mistral", _has("[TOOL_CALLS]", "[ARGS]")),

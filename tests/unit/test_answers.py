@@ -56,6 +56,7 @@ BOTH = [("weather", WEATHER), ("now", {})]
 WRITTEN = [
     ("hermes", f"Hi.\n<tool_call>\n{_NAMED % ('arguments', _J)}\n</tool_call>\n"
      '<tool_call>{"name": "now"}</tool_call>', "Hi.", "", BOTH),
+    ("hermes", f"<tool_calls>[{_NAMED % ('arguments', _J)}]</tool_calls>", "", "", BOTH[:1]),
     ("hermes", "<think>\nlet me\nsee\n</think>\n\nHello <think> again\n", "Hello <think> again\n",
      "let me\nsee", []),
     ("hermes", '<think>a</think><tool_call>{"name": "now", "arguments": "{}"}</tool_call>'

@@ -87,9 +87,13 @@ def test_what_cannot_be_is_refused(llm: quire.LLM, tmp_path: Path) -> None:
         llm.chat(HI, tools=TOOLS, tool_choice="meet")
     with pytest.raises(RequestError, match="no tools"):
         llm.chat(HI, tool_choice="required")
+    with pytest.raises(RequestError, match="tool_choice is"):
+        llm.chat(HI, tools=TOOLS, tool_choice={"name": "greet"})  # type: ignore[call-overload]
     with pytest.raises(RequestError, match="leave constraint out"):
         llm.chat(HI, tools=TOOLS, tool_choice="required", constraint=quire.Json())
     path = tmp_path / "plain.gguf"
     tiny.write(path, tiny.Tiny())
-    with quire.load(path) as plain, pytest.raises(RequestError, match="no place for tools"):
-        plain.chat(HI, tools=TOOLS)
+    with quire.load(path) as plain:
+        assert plain.chat(HI, tools=[], max_tokens=2).tool_calls == ()
+        with pytest.raises(RequestError, match="no place for tools"):
+            plain.chat(HI, tools=TOOLS)
