@@ -20,6 +20,7 @@ from quire.types import (
     StepOutput,
     Timings,
     TokenLogprob,
+    ToolCall,
 )
 
 __version__ = "0.1.0"
@@ -41,6 +42,7 @@ __all__ = [
     "Timings",
     "TokenLogprob",
     "Tokenizer",
+    "ToolCall",
     "errors",
     "load",
     "speculate",

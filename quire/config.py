@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from quire import containers
 from quire.errors import RequestError
 
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
@@ -90,7 +91,8 @@ class LoadConfig:
     def budget_bytes(self) -> int:
         """The byte budget: what was asked for, or what is free less a margin."""
         if self.memory_budget is None:
-            return max(available_memory() - _MARGIN, _MARGIN)
+            free = available_memory()
+            return max(free - _MARGIN, free // 2, 1)
         return parse_bytes(self.memory_budget)
 
     def swap_bytes(self) -> int:
@@ -99,7 +101,7 @@ class LoadConfig:
 
     def thread_count(self) -> int:
         """How many threads compute: what was asked for, or one per usable core."""
-        return self.threads or len(os.sched_getaffinity(0))
+        return self.threads or usable_cores()
 
 
 def parse_bytes(size: int | str) -> int:
@@ -112,15 +114,24 @@ def parse_bytes(size: int | str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
-def available_memory() -> int:
-    """Bytes that programs may still take without pushing others out."""
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes that programs may still take without pushing others out, or reaching a limit."""
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
+        for line in (root / "proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+                free = int(line.split()[1]) * 1024
     except OSError:
         pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    left = containers.free_memory(root)
+    return free if left is None else min(free, left)
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """Cores that this process may use: those it is bound to, within its container's share."""
+    bound = len(os.sched_getaffinity(0))
+    share = containers.cores(root)
+    return bound if share is None else min(bound, share)
 
 
 def process_memory() -> int:

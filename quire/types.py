@@ -7,99 +7,25 @@ caller.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from html import escape
 from types import MappingProxyType
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
-from quire.errors import QuireError, RequestError
+from quire.errors import QuireError
+from quire.sampling import Sampling as Sampling
+from quire.sampling import SamplingFields as SamplingFields
 
 FinishReason = Literal["stop", "length", "cancelled"]
+Pooling = Literal["last", "mean", "cls"]
+"""Which tokens stand for a text as a vector: the last, all in the mean, or the first."""
+POOLINGS: tuple[Pooling, ...] = ("last", "mean", "cls")
 
 
-class SamplingFields(TypedDict, total=False):
-    """Fields of `Sampling` as keyword arguments."""
-
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    seed: int | None
-    max_tokens: int
-    logprobs: int | None
-    logit_bias: Mapping[int, float]
-    ignore_eos: bool
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How tokens are chosen; the default is greedy, which is reproducible.
-
-    Applied in this order: bias and penalties, the constraint's mask, temperature, top_k, top_p,
-    min_p. `top_k=0`, `top_p=1` and `min_p=0` are off. `logprobs=k` reports the chosen token's
-    log-probability and the k likeliest, of the model's own distribution before any of this.
-    """
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int | None = None
-    max_tokens: int = 256
-    logprobs: int | None = None
-    logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        _check("temperature", self.temperature, 0.0, 100.0)
-        _check("top_p", self.top_p, 0.0, 1.0)
-        _check("min_p", self.min_p, 0.0, 1.0)
-        _check("repetition_penalty", self.repetition_penalty, 1e-3, 1e3)
-        _check("presence_penalty", self.presence_penalty, -100.0, 100.0)
-        _check("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
-        _check_int("top_k", self.top_k, 0, 2**31 - 1)
-        _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        if self.top_p == 0.0:
-            raise RequestError("top_p is 0, which keeps no token; use temperature=0 for greedy")
-        if self.seed is not None:
-            _check_int("seed", self.seed, 0, 2**64 - 1)
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, 100)
-        if not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos is True or False, not {self.ignore_eos!r:.80}")
-        if not isinstance(self.logit_bias, Mapping):
-            raise RequestError(f"logit_bias has a number by token id, not {self.logit_bias!r:.80}")
-        for token, bias in self.logit_bias.items():
-            _check_int("a token of logit_bias", token, 0, 2**31 - 1)
-            _check(f"logit_bias of token {token}", bias, -1000.0, 1000.0)
-
-    def replace(self, **fields: Any) -> Sampling:
-        """This sampling with other values; unknown names are refused."""
-        known = {f.name for f in dataclasses.fields(self)}
-        unknown = sorted(set(fields) - known)
-        if unknown:
-            raise RequestError(
-                f"unknown sampling field {', '.join(unknown)}; there are {', '.join(sorted(known))}"
-            )
-        return dataclasses.replace(self, **fields)
-
-
-def _check(name: str, value: float, low: float, high: float) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or math.isnan(value) or not low <= value <= high:
-        raise RequestError(f"{name} must be a number from {low:g} to {high:g}, not {value!r}")
-
-
-def _check_int(name: str, value: int, low: int, high: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise RequestError(f"{name} must be a whole number from {low} to {high}, not {value!r}")
+def shortened(text: str, most: int = 60) -> str:
+    """A text as far as one line shows it."""
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 @dataclass(frozen=True)
@@ -211,6 +137,21 @@ class Speculation:
 
 
 @dataclass(frozen=True)
+class ToolCall:
+    """A tool that the model wants to be called, and with what."""
+
+    id: str = field(compare=False)
+    name: str
+    arguments: str
+    """A JSON object."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """As messages have it."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+@dataclass(frozen=True, repr=False)
 class Completion:
     """What a request came to."""
 
@@ -223,3 +164,33 @@ class Completion:
     timings: Timings
     speculation: Speculation | None = None
     """None when nobody asked for it."""
+    reasoning: str = ""
+    """What a chat model thought before it answered; not part of the text."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """The tools that a chat model calls; not part of the text."""
+
+    def __repr__(self) -> str:
+        calls = f", calls {', '.join(call.name for call in self.tool_calls)}"
+        return (
+            f"<Completion {shortened(self.text)!r}, {len(self.token_ids)} tokens, "
+            f"{self.finish_reason}{calls if self.tool_calls else ''}>"
+        )
+
+    def _repr_html_(self) -> str:
+        parts = [f"<em>{escape(self.reasoning)}</em>"] if self.reasoning else []
+        parts.append(escape(self.text))
+        parts += [escape(f"{call.name}({call.arguments})") for call in self.tool_calls]
+        speed = f"{self.timings.decode_tokens_per_s:,.1f} tokens/s"
+        facts = f"{len(self.token_ids)} tokens, {self.finish_reason}, {speed}"
+        blocks = "".join(f'<div style="white-space:pre-wrap">{part}</div>' for part in parts)
+        return f"{blocks}<small>{facts}</small>"
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer as a message, to go on with the conversation."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [call.as_dict() for call in self.tool_calls]
+        return message

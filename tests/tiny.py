@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -161,8 +162,10 @@ def metadata(t: Tiny) -> dict[str, Any]:
     return out | vocabulary()
 
 
-def write(path: Path, t: Tiny) -> dict[str, NDArray[np.float32]]:
-    """Writes the model; returns its weights as the file holds them."""
+def write(
+    path: Path, t: Tiny, more: Mapping[str, Any] | None = None
+) -> dict[str, NDArray[np.float32]]:
+    """Writes the model, with more metadata; returns its weights as the file holds them."""
     exact = weights(t)
     tensors: dict[str, Any] = {}
     for name, value in exact.items():
@@ -172,7 +175,7 @@ def write(path: Path, t: Tiny) -> dict[str, NDArray[np.float32]]:
             exact[name] = dequantize(raw, GGMLType.Q8_0, value.shape)
         else:
             tensors[name] = value
-    write_gguf(path, metadata(t), tensors)
+    write_gguf(path, {**metadata(t), **(more or {})}, tensors)
     return exact
 
 

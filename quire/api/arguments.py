@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -50,11 +51,31 @@ def messages_of(messages: object) -> list[dict[str, Any]]:
     several = isinstance(messages, Iterable) and not isinstance(messages, (str, bytes, Mapping))
     found: list[Any] = list(messages) if several and isinstance(messages, Iterable) else [0]
     if not all(isinstance(message, Mapping) for message in found):
+        said = messages if isinstance(messages, str) else "Hi"
         raise RequestError(
-            "a conversation is a list of messages, each with a role and a content, not "
-            f"{messages!r:.80}"
+            "a conversation is a list of messages, such as "
+            f"[{{'role': 'user', 'content': {said!r:.40}}}], not {messages!r:.80}"
         )
-    return [dict(message) for message in found]
+    return [_with_objects(dict(message)) for message in found]
+
+
+def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of calls as objects, which is how templates take them, where they are JSON."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, (list, tuple)):
+        return message
+    return {**message, "tool_calls": [_with_object(call) for call in calls]}
+
+
+def _with_object(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def path_of(path: str | os.PathLike[str]) -> Path:

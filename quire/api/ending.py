@@ -24,5 +24,5 @@ class Ending:
         self._done = True
         self._loop.cancel(self._sequence)
         for mark in self._marks.values():
-            engine.memory.checkpoint_delete(mark.checkpoint)
+            engine.history.drop(mark)
         engine.end(self._sequence)

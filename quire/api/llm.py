@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,15 +15,14 @@ from numpy.typing import NDArray
 from quire import config
 from quire.api.arguments import check_salt, path_of
 from quire.api.devices import device_of, host_tier
+from quire.api.generating import Generating
 from quire.api.report import MemoryReport
-from quire.api.requests import Requests, Speculate
 from quire.api.session import Session
-from quire.api.stream import AsyncStream, Stream, end_soon, off_the_loop
-from quire.api.texts import Prompt, is_batch, tokenizer_of
+from quire.api.texts import tokenizer_of
 from quire.devices.budget import Budget
 from quire.engine.constrain import Constrainer
 from quire.engine.engine import Engine
-from quire.engine.loop import Job, Loop
+from quire.engine.loop import Loop
 from quire.engine.prefix_cache import PrefixCache
 from quire.engine.runner import Runner
 from quire.engine.session_file import open_session
@@ -36,10 +33,13 @@ from quire.memory.tiers.tiers import DiskTier, Tiers
 from quire.models.loader import ProgressFn
 from quire.models.registry import architecture_of, open_weights
 from quire.placement.blueprint import Blueprint
-from quire.types import Completion, Constraint, Sampling, SamplingFields
+from quire.weights.defaults import chat_sampling_of, pooling_of
+
+_WORTH_SHARING = 4
+"""Fewer tokens are sooner computed than the page they lie in is copied."""
 
 
-class LLM(Requests):
+class LLM(Generating):
     """A loaded model. Made by `quire.load`; a context manager that gives everything back.
 
     Any number of threads and event loops may use it: their requests are computed in one batch.
@@ -58,6 +58,8 @@ class LLM(Requests):
             with open_weights(path) as file:
                 self.architecture = architecture_of(file)
                 super().__init__(tokenizer_of(file), path)
+                self.pooling = pooling_of(file) or "last"
+                self.chat_sampling = chat_sampling_of(file)
                 blueprint = Blueprint.read(file, self.ops, settings)
                 self.active = blueprint.active
                 blueprint.raise_errors()
@@ -78,7 +80,8 @@ class LLM(Requests):
 
     def _engine(self, memory: Memory) -> Engine:
         size, tokenizer = self.settings.page_tokens, self.tokenizer
-        prefix = PrefixCache(PrefixIndex(memory, size, str(self.path), size), self.budget)
+        index = PrefixIndex(memory, size, str(self.path), min_tokens=_WORTH_SHARING)
+        prefix = PrefixCache(index, self.budget)
         runner = Runner(self.model, self.device)
         swap = self.settings.swap_bytes()
         tiers = Tiers(*host_tier(self.device, swap), DiskTier(config.cache_folder(), swap))
@@ -96,109 +99,6 @@ class LLM(Requests):
                 read = partial(self.engine.read, scratch.sequence, ids[at : at + step])
                 out[at : at + step] = self.loop.call(read)
         return out
-
-    @overload
-    def generate(
-        self, prompt: str, sampling: Sampling | None = None, *, speculate: Speculate = None,
-        stop: str | Seq[str] = (), constraint: Constraint | None = None,
-        cache_salt: str = "",
-        **fields: Unpack[SamplingFields],
-    ) -> Completion: ...  # fmt: skip
-
-    @overload
-    def generate(
-        self, prompt: Seq[int] | Seq[Prompt], sampling: Sampling | None = None, *,
-        speculate: Speculate = None, stop: str | Seq[str] = (),
-        constraint: Constraint | None = None, cache_salt: str = "",
-        **fields: Unpack[SamplingFields],
-    ) -> Any: ...  # fmt: skip
-
-    def generate(
-        self, prompt: Prompt | Seq[Prompt], sampling: Sampling | None = None, *,
-        speculate: Speculate = None, stop: str | Seq[str] = (),
-        constraint: Constraint | None = None, cache_salt: str = "",
-        **fields: Unpack[SamplingFields],
-    ) -> Any:  # fmt: skip
-        """Continues a prompt, or several at once; a list of prompts gives a list of completions."""
-        starts = self.starts(prompt, sampling, speculate, stop, constraint, cache_salt, fields)
-        jobs: list[Job] = []
-        try:
-            for start in starts:
-                jobs.append(start())
-            for job in jobs:
-                self.loop.wait(job)
-            completions = [self.completion(job) for job in jobs]
-        finally:
-            for job in jobs:
-                self.end(job)
-        return completions if is_batch(prompt) else completions[0]
-
-    async def agenerate(
-        self, prompt: Prompt | Seq[Prompt], sampling: Sampling | None = None, *,
-        speculate: Speculate = None, stop: str | Seq[str] = (),
-        constraint: Constraint | None = None, cache_salt: str = "",
-        **fields: Unpack[SamplingFields],
-    ) -> Any:  # fmt: skip
-        """`generate` for coroutines; cancelling the task gives its pages back."""
-        starts = self.starts(prompt, sampling, speculate, stop, constraint, cache_salt, fields)
-        jobs: list[Job] = []
-        try:
-            for start in starts:
-                jobs.append(await off_the_loop(start))
-            for job in jobs:
-                await self.done(job)
-            completions = [self.completion(job) for job in jobs]
-        finally:
-            for job in jobs:
-                end_soon(job)
-        return completions if is_batch(prompt) else completions[0]
-
-    def stream(
-        self, prompt: Prompt, sampling: Sampling | None = None, *, speculate: Speculate = None,
-        stop: str | Seq[str] = (), constraint: Constraint | None = None,
-        cache_salt: str = "",
-        **fields: Unpack[SamplingFields],
-    ) -> Stream:  # fmt: skip
-        """Continues a prompt piece by piece; its `completion` is there once it is used up."""
-        (start,) = self.starts([prompt], sampling, speculate, stop, constraint, cache_salt, fields)
-        return Stream(start(), self.completion)
-
-    def astream(
-        self, prompt: Prompt, sampling: Sampling | None = None, *, speculate: Speculate = None,
-        stop: str | Seq[str] = (), constraint: Constraint | None = None, cache_salt: str = "",
-        **fields: Unpack[SamplingFields],
-    ) -> AsyncStream:  # fmt: skip
-        """`stream` for `async for`; leaving it early gives its pages back."""
-        (start,) = self.starts([prompt], sampling, speculate, stop, constraint, cache_salt, fields)
-        return AsyncStream(start, self.completion)
-
-    def chat(
-        self, messages: Seq[Mapping[str, Any]], sampling: Sampling | None = None, *,
-        speculate: Speculate = None, stop: str | Seq[str] = (),
-        constraint: Constraint | None = None, cache_salt: str = "",
-        **fields: Unpack[SamplingFields],
-    ) -> Completion:  # fmt: skip
-        """The model's next turn in a conversation."""
-        completion: Completion = self.generate(
-            self.chat_tokens(messages), sampling, speculate=speculate, stop=stop,
-            constraint=constraint, cache_salt=cache_salt, **fields,
-        )  # fmt: skip
-        return completion
-
-    async def achat(
-        self, messages: Seq[Mapping[str, Any]], sampling: Sampling | None = None, *,
-        speculate: Speculate = None, stop: str | Seq[str] = (),
-        constraint: Constraint | None = None, cache_salt: str = "",
-        **fields: Unpack[SamplingFields],
-    ) -> Completion:  # fmt: skip
-        """`chat` for coroutines."""
-        from asyncio import to_thread
-
-        completion: Completion = await self.agenerate(
-            await to_thread(self.chat_tokens, messages), sampling, speculate=speculate, stop=stop,
-            constraint=constraint, cache_salt=cache_salt, **fields,
-        )  # fmt: skip
-        return completion
 
     def session(self, cache_salt: str = "") -> Session:
         """An empty session: a context to append to, fork, rewind and generate from."""
@@ -240,7 +140,13 @@ class LLM(Requests):
     def _close(self) -> None:
         if not self.engine.closed:
             self.loop.close()
+            self.model.close()
+            self.ops.trim()
             self.budget.release(self.model.weight_bytes, "weights")
+
+    def __repr__(self) -> str:
+        state = "closed" if self.engine.closed else f"context {self.n_ctx:,}, {self.ops.name}"
+        return f"<LLM {self.path.name}: {self.architecture}, {self.active.layers} layers, {state}>"
 
     def __enter__(self) -> LLM:
         return self

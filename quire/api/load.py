@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Literal, Never
 
 from quire import config
 from quire.api.devices import budget_of
@@ -15,25 +15,65 @@ from quire.weights import pull
 
 
 def load(
-    model: str | Path = "smollm2", *, progress: ProgressFn | None = None,
-    beside: LLM | None = None, **settings: Any,
-) -> LLM:  # fmt: skip
+    model: str | Path = "smollm2",
+    *,
+    n_ctx: int | None = None,
+    threads: int | None = None,
+    device: str = "auto",
+    n_gpu_layers: int | Literal["auto"] = "auto",
+    memory_budget: int | str | None = None,
+    kv_cache_tokens: int | None = None,
+    kv_cache_demand_paged: bool = True,
+    page_tokens: int = 16,
+    type_k: str = "f16",
+    type_v: str = "f16",
+    swa_full: bool = False,
+    swap_space: int | str = "4GiB",
+    moe_n_expert: int | None = None,
+    n_layer_exit: int | None = None,
+    activations: Literal["int8", "f32"] = "int8",
+    quantize: Literal["q8_0", "q4_0"] | None = None,
+    progress: ProgressFn | None = None,
+    beside: LLM | None = None,
+    **unknown: Never,
+) -> LLM:
     """Loads a model: an alias, a .gguf file, a folder of safetensors, or `hf:owner/repo/file`.
 
-    The settings are the fields of `quire.config.LoadConfig`. With `beside` it takes its memory
-    from the budget of a model that is loaded already, which it may draft for.
+    n_ctx: tokens of the longest context; by default what the model was trained for, or what fits.
+    threads: how many compute; by default one for each core that the process may use.
+    device: "cpu" (which "auto" is), "cuda", "cuda:1" and so on, or "reference" (NumPy, slow).
+    n_gpu_layers: how many layers are on the GPU; "auto" lets Quire decide.
+    memory_budget: the most that weights, pages and arrays may take together: bytes, or a text such
+        as "4GiB". By default what is free, less a margin; a container's limit counts.
+    kv_cache_tokens: tokens that memory holds at most; by default as many as the budget allows.
+    kv_cache_demand_paged: take memory when it is needed; False takes all of it at once.
+    page_tokens: tokens of a page, a multiple of 16.
+    type_k, type_v: how keys and values are stored: f32, f16, bf16, q8_0 or q4_0.
+    swa_full: layers with a sliding window keep all tokens, so that every position can be restored.
+    swap_space: disk for sequences that make room for others; 0 computes them again instead.
+    moe_n_expert: use fewer experts than the model was made with.
+    n_layer_exit: stop after so many layers.
+    activations: "f32" computes exactly and more slowly.
+    quantize: turns 16-bit and 32-bit matrices into "q8_0" or "q4_0" while they are loaded.
+    progress: called with the bytes that are loaded and all bytes.
+    beside: a loaded model; this one takes its memory from the same budget, and may draft for it.
     """
+    if unknown:
+        known = ", ".join(config.LoadConfig.__dataclass_fields__)
+        raise RequestError(f"load has no {', '.join(unknown)}; there are {known}")
     if beside is not None and not isinstance(beside, LLM):
         raise RequestError(f"beside takes a loaded model, not {beside!r:.80}")
     if progress is not None and not callable(progress):
         raise RequestError(f"progress takes a function of two numbers, not {progress!r:.80}")
-    if beside and settings.get("memory_budget") is not None:
+    if beside and memory_budget is not None:
         raise RequestError("beside takes another model's budget; leave memory_budget out")
-    known = config.LoadConfig.__dataclass_fields__
-    unknown = sorted(set(settings) - set(known))
-    if unknown:
-        raise RequestError(f"load has no {', '.join(unknown)}; there are {', '.join(known)}")
-    chosen = config.LoadConfig(**settings)
+    chosen = config.LoadConfig(
+        n_ctx=n_ctx, threads=threads, device=device, n_gpu_layers=n_gpu_layers,
+        memory_budget=memory_budget, kv_cache_tokens=kv_cache_tokens,
+        kv_cache_demand_paged=kv_cache_demand_paged, page_tokens=page_tokens, type_k=type_k,
+        type_v=type_v, swa_full=swa_full, swap_space=swap_space, moe_n_expert=moe_n_expert,
+        n_layer_exit=n_layer_exit, activations=activations, quantize=quantize,
+    )  # fmt: skip
     path = pull.resolve(str(model), config.cache_folder(), progress)
     budget = Share(beside.budget.whole, path.name) if beside else budget_of(chosen)
     return LLM(path, chosen, budget, progress, beside)

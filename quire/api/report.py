@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass, field
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 from quire.config import process_memory
@@ -91,64 +93,97 @@ class MemoryReport:
 
         console = Console(width=100)
         with console.capture() as capture:
-            for table in self._tables():
-                console.print(table)
+            for sheet in self._sheets():
+                console.print(sheet.table())
         return capture.get()
 
-    def _tables(self) -> list[Table]:
+    def __repr__(self) -> str:
+        used, limit = _size(self._budget.used), _size(self._budget.limit)
+        return f"<MemoryReport {used} of a budget of {limit}; print it>"
+
+    def _repr_html_(self) -> str:
+        return "".join(sheet.html() for sheet in self._sheets())
+
+    def _sheets(self) -> list[Sheet]:
         figures = self.as_dict()
         used, limit = figures["used_bytes"], figures["budget_bytes"]
-        title = f"memory: {_size(used)} of a budget of {_size(limit)}"
-        uses = _table(title, "held for", "bytes")
+        uses = Sheet(f"memory: {_size(used)} of a budget of {_size(limit)}", ("held for", "bytes"))
         for use, size in figures["uses"].items():
-            uses.add_row(use, _size(size))
-        uses.add_section()
-        uses.add_row("the process", _size(figures["process_bytes"]))
+            uses.add(use, _size(size))
+        uses.add("the process", _size(figures["process_bytes"]))
         head = ("group", "pages", "free", "shared", "cached", "tokens", "a token", "held", "waste")
-        groups = _table("groups", *head)
+        groups = Sheet("groups", head)
         for name, g in figures["stats"].items():
-            groups.add_row(
+            groups.add(
                 name, *(f"{g[f'pages_{what}']:,}" for what in ("used", "free", "shared", "cached")),
                 f"{g['tokens_used']:,}",
                 _size(g["bytes_per_token"]), _size(g["bytes_held"]), f"{g['waste_percent']:.1f}%",
             )  # fmt: skip
-        return [uses, groups, _prefix_table(figures), _checkpoint_table(figures)]
+        return [uses, groups, _prefixes(figures), _checkpoints(figures)]
 
 
-def _prefix_table(figures: dict[str, Any]) -> Table:
+@dataclass
+class Sheet:
+    """A table for people, in a terminal or a notebook."""
+
+    title: str
+    head: tuple[str, ...]
+    rows: list[tuple[str, ...]] = field(default_factory=list)
+
+    def add(self, *row: str) -> None:
+        """One more row."""
+        self.rows.append(row)
+
+    def table(self) -> Table:
+        """For a terminal."""
+        from rich.table import Table
+
+        table = Table(self.head[0], title=self.title, title_justify="left")
+        for name in self.head[1:]:
+            table.add_column(name, justify="right")
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+    def html(self) -> str:
+        """For a notebook."""
+        head = "".join(f"<th>{escape(name)}</th>" for name in self.head)
+        rows = (
+            "".join(
+                f'<td style="text-align:{"left" if i == 0 else "right"}">{escape(cell)}</td>'
+                for i, cell in enumerate(row)
+            )
+            for row in self.rows
+        )
+        body = "".join(f"<tr>{row}</tr>" for row in rows)
+        return f"<table><caption>{escape(self.title)}</caption><tr>{head}</tr>{body}</table>"
+
+
+def _prefixes(figures: dict[str, Any]) -> Sheet:
     prefix = figures["prefix"]
-    table = _table("cached prefixes", "what", "count")
-    table.add_row("places kept (pinned)", f"{prefix['entries']:,} ({prefix['pinned']:,})")
-    table.add_row("hits", f"{prefix['hits']:,}")
+    sheet = Sheet("cached prefixes", ("what", "count"))
+    sheet.add("places kept (pinned)", f"{prefix['entries']:,} ({prefix['pinned']:,})")
+    sheet.add("hits", f"{prefix['hits']:,}")
     for reason, n in prefix["misses"].items():
         if n:
-            table.add_row(f"misses: {reason}", f"{n:,}")
-    table.add_row("tokens not computed again", f"{prefix['tokens_saved']:,}")
-    table.add_row("evictions", f"{prefix['evictions']:,}")
+            sheet.add(f"misses: {reason}", f"{n:,}")
+    sheet.add("tokens not computed again", f"{prefix['tokens_saved']:,}")
+    sheet.add("evictions", f"{prefix['evictions']:,}")
     for name, tier in figures["tiers"].items():
-        table.add_row(f"parked in {name}", _size(tier["used"]))
+        sheet.add(f"parked in {name}", _size(tier["used"]))
     for what, n in figures["preemption"].items():
         if n:
-            table.add_row(f"sequences {what}", f"{n:,}")
-    return table
+            sheet.add(f"sequences {what}", f"{n:,}")
+    return sheet
 
 
-def _checkpoint_table(figures: dict[str, Any]) -> Table:
+def _checkpoints(figures: dict[str, Any]) -> Sheet:
     held = figures["checkpoints"]
-    count = len(held["names"])
-    table = _table(f"checkpoints: {count:,}", "operation", "count", "mean", "p99")
+    title = f"checkpoints: {len(held['names']):,}"
+    sheet = Sheet(title, ("operation", "count", "mean", "p99"))
     for what, t in held["timings"].items():
-        table.add_row(what, f"{t['count']:,}", f"{t['mean_us']:.1f} µs", f"{t['p99_us']:.1f} µs")
-    return table
-
-
-def _table(title: str, first: str, *others: str) -> Table:
-    from rich.table import Table
-
-    table = Table(first, title=title, title_justify="left")
-    for name in others:
-        table.add_column(name, justify="right")
-    return table
+        sheet.add(what, f"{t['count']:,}", f"{t['mean_us']:.1f} µs", f"{t['p99_us']:.1f} µs")
+    return sheet
 
 
 def _size(n: int) -> str:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from functools import partial
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from quire.api.arguments import check_salt, constraint_of, sampling_of, stops_of
-from quire.api.texts import Prompt, Texts, is_batch
+from quire.api.texts import Prompt, Texts
+from quire.engine.constrain import Matcher
 from quire.engine.drafter import Speculator
 from quire.engine.engine import Engine
 from quire.engine.generation import Transcript
@@ -22,8 +22,29 @@ from quire.speculate.draft_model import Loaded
 from quire.text.detokenize import Detokenizer
 from quire.types import Completion, Constraint, Sampling, SamplingFields, Timings
 
+if TYPE_CHECKING:
+    from quire.api.session import Session
+
 Speculate: TypeAlias = str | Loaded | Speculator | None
 """Who drafts: a name of `quire.speculate.NAMES`, a smaller model, or a configured object."""
+
+
+class Options(SamplingFields, total=False):
+    """What goes with a prompt, as keyword arguments."""
+
+    best_of: int | None
+    speculate: Speculate
+    stop: str | Seq[str]
+    constraint: Constraint | None
+    cache_salt: str
+
+
+class ChatOptions(Options, total=False):
+    """What goes with a conversation, as keyword arguments."""
+
+    tools: Seq[Mapping[str, Any]] | None
+    tool_choice: str
+    template_options: Mapping[str, Any] | None
 
 
 class Requests(Texts):
@@ -34,21 +55,23 @@ class Requests(Texts):
     load_s: float
     active: ActiveSize
 
-    def starts(
-        self, prompts: Prompt | Seq[Prompt], sampling: Sampling | None, speculate: Speculate,
-        stop: str | Seq[str], constraint: Constraint | None, salt: str, fields: SamplingFields,
-    ) -> list[Callable[[], Job]]:  # fmt: skip
-        """What starts each request; the settings are checked now, once for all of them."""
-        request = Request(
+    def session(self, cache_salt: str = "") -> Session:
+        """An empty session."""
+        raise NotImplementedError
+
+    def request(
+        self, sampling: Sampling | None, speculate: Speculate, constraint: Constraint | None,
+        salt: str, fields: SamplingFields,
+    ) -> Request:  # fmt: skip
+        """A request without its prompt; the settings are checked now."""
+        return Request(
             (), sampling_of(sampling, fields), constraint_of(constraint), check_salt(salt),
             self.speculator(speculate),
         )  # fmt: skip
 
-        def start(prompt: Prompt) -> Job:
-            return self.start(replace(request, tokens=tuple(self.tokens_of(prompt))), stop)
-
-        several: Any = prompts if is_batch(prompts) else [prompts]
-        return [partial(start, prompt) for prompt in several]
+    def start_prompt(self, request: Request, stop: str | Seq[str], prompt: Prompt) -> Job:
+        """A request under way for a prompt."""
+        return self.start(replace(request, tokens=tuple(self.tokens_of(prompt))), stop)
 
     def start(
         self, request: Request, stop: str | Seq[str],
@@ -58,17 +81,24 @@ class Requests(Texts):
 
         What takes long and touches no memory is done before the engine is asked.
         """
-        stops = stops_of(stop)
-        detokenizer = Detokenizer(self.tokenizer, stops, continuation=True)
-        transcript = Transcript(detokenizer, watch=bool(stops))
-        constraint = request.constraint
-        matcher = None if constraint is None else self.engine.constrainer.compile(constraint)
+        transcript, matcher = self.transcript(stop), self.matcher(request)
 
         def begin() -> Job:
             sequence = session() if session else self.engine.new_sequence()
             return self.loop.start(sequence, request, transcript, matcher, keep=session is not None)
 
         return self.loop.call(begin)
+
+    def transcript(self, stop: str | Seq[str]) -> Transcript:
+        """Where a request's text comes together."""
+        stops = stops_of(stop)
+        detokenizer = Detokenizer(self.tokenizer, stops, continuation=True)
+        return Transcript(detokenizer, watch=bool(stops))
+
+    def matcher(self, request: Request) -> Matcher | None:
+        """A request's constraint, compiled."""
+        constraint = request.constraint
+        return None if constraint is None else self.engine.constrainer.compile(constraint)
 
     def end(self, job: Job) -> None:
         """Ends a request, or tidies up behind it."""

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from copy import deepcopy
+from functools import partial
+from html import escape
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import numpy as np
@@ -14,15 +16,15 @@ from numpy.typing import NDArray
 
 from quire.api.arguments import check_pin, check_span, constraint_of, path_of, sampling_of
 from quire.api.ending import Ending
+from quire.api.marks import Marked
 from quire.api.stream import AsyncStream, Stream, end_soon, off_the_loop
-from quire.engine.engine import Engine
 from quire.engine.history import WayBack
-from quire.engine.loop import Job, Loop, Work
+from quire.engine.loop import Job, Work
 from quire.engine.request import Request
 from quire.engine.sequence import Mark, Sequence
 from quire.engine.session_file import save_session
 from quire.errors import QuireError, RequestError
-from quire.types import Completion, Constraint, Sampling, SamplingFields
+from quire.types import Completion, Constraint, Sampling, SamplingFields, shortened
 
 if TYPE_CHECKING:
     from quire.api.llm import LLM
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Session:
+class Session(Marked):
     """A context that lives until it is closed; also a context manager.
 
     Any thread may use it. What several do at once happens one after the other, or is refused while
@@ -42,14 +44,10 @@ class Session:
         self, llm: LLM, sequence: Sequence, marks: Mapping[str, Mark] | None = None,
         notes: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
+        super().__init__(llm.loop, sequence, marks or {})
         self._llm = llm
-        self._loop: Loop = llm.loop
-        self._engine: Engine = llm.engine
-        self._sequence = sequence
-        self._marks: dict[str, Mark] = dict(marks or {})
         self.notes: dict[str, Any] = dict(notes or {})
         """Whatever a program wants to find again in a saved session; plain JSON."""
-        self._open = True
         self._end = Ending(llm.loop, sequence, self._marks)
         llm.loop.when_gone(self, self._end)
 
@@ -62,6 +60,11 @@ class Session:
     def tokens(self) -> list[int]:
         """Everything appended and generated so far."""
         return self._loop.call(lambda: self._live().tokens[:])
+
+    @property
+    def text(self) -> str:
+        """Everything appended and generated so far, as text."""
+        return self._llm.decode(self.tokens)
 
     @property
     def exact(self) -> bool:
@@ -124,7 +127,8 @@ class Session:
         **fields: Unpack[SamplingFields],
     ) -> Completion:  # fmt: skip
         """`generate` for coroutines; a task that is cancelled leaves what came until then."""
-        job = await off_the_loop(lambda: self._start(sampling, speculate, stop, constraint, fields))
+        start = partial(self._start, sampling, speculate, stop, constraint, fields)
+        (job,) = await off_the_loop(lambda: [start()])
         try:
             await self._llm.done(job)
         finally:
@@ -174,62 +178,15 @@ class Session:
         return self._computed(known)
 
     def fork(self) -> Session:
-        """A second session with the same past; the two share every page."""
+        """A second session with the same past and the same marks; they share every page."""
         notes = deepcopy(self.notes)
-        return self._loop.call(
-            lambda: Session(self._llm, self._engine.fork(self._live()), notes=notes)
-        )
 
-    @property
-    def marks(self) -> dict[str, Mark]:
-        """The marks made in this session, by name."""
-        return dict(self._marks)
+        def fork() -> Session:
+            twin = self._engine.fork(self._live())
+            self._engine.history.share(self._marks.values())
+            return Session(self._llm, twin, self._marks, notes)
 
-    def checkpoint(self, name: str | None = None) -> Mark:
-        """A mark of this place, under a name of this session; moves no bytes."""
-        return self._loop.call(lambda: self._mark(name))
-
-    def _mark(self, name: str | None) -> Mark:
-        if name is None:
-            number = len(self._marks) + 1  # free, unless some were dropped or named so
-            while f"mark-{number}" in self._marks:
-                number += 1
-            name = f"mark-{number}"
-        elif not isinstance(name, str) or not name or name in self._marks:
-            raise RequestError(f"a mark needs a name that this session has not yet, not {name!r}")
-        self._marks[name] = mark = self._engine.history.mark(self._live(), name)
-        return mark
-
-    def drop(self, mark: Mark) -> Session:
-        """Gives up a mark made in this session, and the pages that only it holds."""
-
-        def drop() -> None:
-            self._live()
-            if not isinstance(mark, Mark):
-                raise RequestError(f"drop takes a mark of this session, not {mark!r:.80}")
-            if self._marks.get(mark.name) is not mark:
-                raise RequestError(
-                    f"mark {mark.name!r} is none of this session; it has {[*self._marks]}"
-                )
-            self._engine.memory.checkpoint_delete(self._marks.pop(mark.name).checkpoint)
-
-        self._loop.call(drop)
-        return self
-
-    def rewind(self, to: Mark | int) -> Session:
-        """Back to a mark, or by a negative number of tokens."""
-        self._loop.call(lambda: self._rewind(to))
-        return self
-
-    def _rewind(self, to: Mark | int) -> None:
-        sequence, history = self._resting(), self._engine.history
-        n = sequence.length
-        if isinstance(to, Mark):
-            history.restore(sequence, to)
-        elif isinstance(to, int) and -n <= to < 0:
-            history.truncate(sequence, n + to, self._marks.values())
-        else:
-            raise RequestError(f"rewind takes a mark, or -1 to -{n} tokens here, not {to!r}")
+        return self._loop.call(fork)
 
     def keep(self, pin: bool = False, ttl_s: float | None = None) -> Session:
         """Keeps this place for whatever begins the same; pinned, until ttl_s seconds are over.
@@ -286,17 +243,6 @@ class Session:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _live(self) -> Sequence:
-        if not self._open:
-            raise RequestError("this session is closed; open another with llm.session()")
-        self._engine.check_open()
-        return self._sequence
-
-    def _resting(self) -> Sequence:
-        """The sequence, while nothing runs on it."""
-        self._loop.check_idle(self._live())
-        return self._sequence
-
     def _computed(self, ready: Callable[[Sequence], T | Work]) -> T:
         """Does something as soon as everything appended is in memory; work may come of it first."""
 
@@ -310,4 +256,11 @@ class Session:
         return found
 
     def __repr__(self) -> str:
-        return f"<Session {f'{self._sequence.length} tokens' if self._open else 'closed'}>"
+        if not self._open:
+            return "<Session closed>"
+        marks = f", marks {', '.join(self._marks)}" if self._marks else ""
+        return f"<Session {self._sequence.length} tokens{shortened(marks)}>"
+
+    def _repr_html_(self) -> str:
+        text = escape(self.text[-2000:]) if self._open else ""
+        return f'<div style="white-space:pre-wrap">{text}</div><small>{escape(repr(self))}</small>'

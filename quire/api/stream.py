@@ -19,12 +19,24 @@ Complete = Callable[[Job], Completion]
 
 
 class Stream:
-    """An iterator over pieces of text as they come; closing it early gives its pages back."""
+    """An iterator over pieces of text as they come; closing it early gives its pages back.
+
+    Also a context manager that closes it.
+    """
 
     def __init__(self, job: Job, complete: Complete, session: Session | None = None) -> None:
         self._job = job
         self._complete = complete
         self._session = session  # lives as long as its stream does
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Stream {len(self._job.token_ids)} tokens{', done' if self._job.done else ''}>"
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -67,6 +79,12 @@ class AsyncStream:
         self._job: Job | None = None
         self._closed = False
 
+    async def __aenter__(self) -> AsyncStream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
     def __aiter__(self) -> AsyncIterator[str]:
         return self
 
@@ -74,7 +92,7 @@ class AsyncStream:
         if self._closed:
             raise StopAsyncIteration
         if self._job is None:
-            self._job = await off_the_loop(self._start)
+            (self._job,) = await off_the_loop(lambda: [self._start()])
         job = self._job
         try:
             while not (piece := job.take()):
@@ -108,8 +126,8 @@ def end_soon(job: Job | None) -> None:
         loop.later(lambda: loop.end(job))
 
 
-async def off_the_loop(start: Callable[[], Job]) -> Job:
-    """Starts a request in a thread, since compiling and tokenising take their time."""
+async def off_the_loop(start: Callable[[], list[Job]]) -> list[Job]:
+    """Starts requests in a thread, since compiling and tokenising take their time."""
     import asyncio
 
     task = asyncio.create_task(asyncio.to_thread(start))
@@ -120,7 +138,8 @@ async def off_the_loop(start: Callable[[], Job]) -> Job:
         raise
 
 
-def _unwanted(task: Task[Job]) -> None:
-    """A request that came to be after nobody waited for it any more."""
+def _unwanted(task: Task[list[Job]]) -> None:
+    """Requests that came to be after nobody waited for them any more."""
     if not task.cancelled() and task.exception() is None:
-        end_soon(task.result())
+        for job in task.result():
+            end_soon(job)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
@@ -15,12 +16,61 @@ import numpy as np
 from quire.api.arguments import messages_of
 from quire.engine.signals import SignalsLater
 from quire.errors import RequestError
+from quire.text.answers import AnswerReader
+from quire.text.call_grammar import call_grammar
+from quire.text.calls import Tools, tools_of
+from quire.text.styles import Style, style_of
 from quire.text.template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
+from quire.types import Completion, Constraint, Grammar
 from quire.weights.file import WeightFile
 
 Prompt = str | Seq[int]
 """Text, or token ids that are taken as they are."""
+Several = list[str] | list[list[int]] | list[Prompt] | tuple[Prompt, ...]
+"""Prompts that are continued at once."""
+Messages = Seq[Mapping[str, Any]]
+"""A conversation: each message has a role and a content."""
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A conversation that is ready for the model's answer."""
+
+    text: str
+    tokens: list[int]
+    style: Style
+    tools: Tools | None
+    """Those that it may call."""
+    constraint: Grammar | None
+    """What it must write, where it has to call one."""
+
+    def __repr__(self) -> str:
+        return f"<ChatPrompt {len(self.tokens)} tokens>"
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """Where the model's part is over, besides its own ends."""
+        return self.style.stop if self.tools else ()
+
+    def reader(self) -> AnswerReader:
+        """Takes the answer apart as it comes."""
+        return self.style.reader(self.tools, self.text)
+
+    def only(self, constraint: Constraint | None) -> Constraint | None:
+        """What the answer must fit: as the caller says, or a call."""
+        if constraint is not None and self.constraint is not None:
+            raise RequestError("a call that must be made is a constraint; leave constraint out")
+        return constraint or self.constraint
+
+    def answered(self, completion: Completion | list[Completion]) -> Any:
+        """A completion, or each of several, with the answer taken apart."""
+        if isinstance(completion, list):
+            return [self.answered(one) for one in completion]
+        answer = self.reader().parse(completion.text)
+        return replace(
+            completion, text=answer.text, reasoning=answer.reasoning, tool_calls=answer.tool_calls
+        )
 
 
 class Texts:
@@ -42,16 +92,59 @@ class Texts:
         """The text of token ids."""
         return self.tokenizer.decode(ids)
 
-    def chat_tokens(self, messages: Seq[Mapping[str, Any]]) -> list[int]:
+    def chat_tokens(self, messages: Messages) -> list[int]:
         """A conversation as the model's own template writes it, ready for the answer."""
         return self.text_tokens(self.chat_text(messages))
 
-    def chat_text(self, messages: Seq[Mapping[str, Any]]) -> str:
-        """The text of a conversation, ready for the answer."""
+    def chat_prompt(
+        self, messages: Messages, tools: Seq[Mapping[str, Any]] | None = None,
+        tool_choice: str = "auto", template_options: Mapping[str, Any] | None = None,
+    ) -> ChatPrompt:  # fmt: skip
+        """A conversation as the model's own template writes it, and how to read the answer."""
+        if not isinstance(tool_choice, str):
+            raise RequestError(
+                "tool_choice is 'auto', 'none', 'required' or the name of a tool, not "
+                f"{tool_choice!r:.80}"
+            )
+        style, known, listed = self.style, None, None
+        if tools is not None and tool_choice != "none":
+            listed, known = self._shown(tools)
+        text = self.chat_text(messages, listed, **(template_options or {}))
+        constraint = None
+        if known and tool_choice != "auto":
+            many = tool_choice == "required"
+            wanted = known if many else known.named(tool_choice)
+            thinking = style.thinking(text)
+            constraint = call_grammar(style, wanted, self._control_token, thinking, many)
+        elif tool_choice not in ("auto", "none"):
+            raise RequestError(f"tool_choice is {tool_choice!r:.80}, but there are no tools")
+        return ChatPrompt(text, self.text_tokens(text), style, known, constraint)
+
+    def _shown(self, tools: object) -> tuple[list[dict[str, Any]] | None, Tools | None]:
+        """Tools for the template, and by name; None where there are none."""
+        listed, known = tools_of(tools)
+        if not listed:
+            return None, None
+        if not self.style.takes_tools:
+            raise RequestError(
+                f"the chat template of {self.path} has no place for tools; describe them in a "
+                "message, or take a model that was taught to call tools"
+            )
+        return listed, known
+
+    def chat_text(
+        self, messages: Messages, tools: Seq[Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> str:  # fmt: skip
+        """The text of a conversation, ready for the answer; options are for the template."""
         # The process that renders answers one at a time; who broke off would leave an answer
         # for the next.
         with SignalsLater(), self._rendering:
-            return self.template.render(messages_of(messages))
+            return self.template.render(messages_of(messages), tools=tools, **options)
+
+    def _control_token(self, text: str) -> int | None:
+        ids = self.tokenizer.encode(text, add_special=False)
+        return ids[0] if len(ids) == 1 and self.tokenizer.is_special(ids[0]) else None
 
     def text_tokens(self, text: str) -> list[int]:
         """Token ids of a whole text that may begin with the token all texts begin with."""
@@ -65,6 +158,11 @@ class Texts:
         bos, eos = (self.tokenizer.token_text(i) for i in (self.tokenizer.bos, self.tokenizer.eos))
         return ChatTemplate(self.tokenizer.chat_template, bos, eos, name=str(self.path))
 
+    @cached_property
+    def style(self) -> Style:
+        """How the model writes reasoning and calls of tools, as its template says."""
+        return style_of(self.template.source)
+
     @property
     def has_template(self) -> bool:
         """Whether the model says how a conversation is written."""
@@ -75,6 +173,8 @@ class Texts:
         if isinstance(prompt, str):
             room = self.n_ctx - behind
             return self.tokenizer.encode(prompt, behind == 0, max_tokens=room)
+        if isinstance(prompt, (bytes, bytearray)):
+            raise _no_bytes(prompt)
         try:
             return [operator.index(token) for token in prompt]
         except TypeError as error:
@@ -94,6 +194,14 @@ def is_batch(prompt: Prompt | Seq[Prompt]) -> bool:
     """Whether this is several prompts: not a text, and not token ids."""
     if isinstance(prompt, str):
         return False
+    if isinstance(prompt, (bytes, bytearray)):
+        raise _no_bytes(prompt)
     if not isinstance(prompt, Iterable):
         raise RequestError(f"a prompt is a text or a list of token ids, not {prompt!r:.80}")
     return not all(isinstance(t, (int, np.integer)) for t in prompt)
+
+
+def _no_bytes(prompt: bytes | bytearray) -> RequestError:
+    return RequestError(
+        f"a prompt is a text or a list of token ids, not bytes: decode {bytes(prompt[:20])!r} first"
+    )

@@ -122,10 +122,14 @@ def sample(
     Where a row has none to give, the error says why; it is for that generation alone.
     """
     where, samplers, uniforms = [], [], []
+    on_host = False
     for row, generation, ahead in rows:
+        on_host = on_host or generation.on_host
         where.append(row)
         samplers.append(generation.sampler)
         uniforms.append(generation.uniform(ahead) if generation.random else 0.0)
+    if on_host:
+        return _some_on_host(ops, logits, rows, masks)
     try:
         picked = ops.sample(logits, np.array(where, np.int32), samplers, np.array(uniforms), masks)
         tokens: list[int | QuireError] = picked.tolist()
@@ -135,6 +139,28 @@ def sample(
             return [_no_token(ops, logits, rows[0][0], error)]
         alone = [None if masks is None else masks[i : i + 1] for i in range(len(rows))]
         return [sample(ops, logits, [row], alone[i])[0] for i, row in enumerate(rows)]
+
+
+def _some_on_host(
+    ops: Ops, logits: Array, rows: Seq[tuple[int, Generation, int]],
+    masks: NDArray[np.uint32] | None,
+) -> list[int | QuireError]:  # fmt: skip
+    """The same where some rows are edited on the host first."""
+    tokens: list[int | QuireError] = [0] * len(rows)
+    plain = [i for i, (_, generation, _) in enumerate(rows) if not generation.on_host]
+    if plain:
+        some = sample(
+            ops, logits, [rows[i] for i in plain], None if masks is None else masks[plain]
+        )
+        for i, token in zip(plain, some, strict=True):
+            tokens[i] = token
+    for i, (row, generation, ahead) in enumerate(rows):
+        if generation.on_host:
+            values = ops.numpy(ops.take_rows(logits, np.array([row], np.int32)))[0]
+            u = generation.uniform(ahead) if generation.random else 0.0
+            mask = None if masks is None else masks[i]
+            tokens[i] = generation.sampler.choose(ops, values, mask, u)
+    return tokens
 
 
 def _no_token(ops: Ops, logits: Array, row: int, error: Refused) -> QuireError:

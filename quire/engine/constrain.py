@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence as Seq
 from threading import Lock
 from typing import Any, Protocol
 
@@ -11,6 +12,10 @@ from numpy.typing import NDArray
 
 from quire.errors import RequestError
 from quire.types import Constraint, Grammar, Json, Regex
+
+# One space after colons and commas. With free white space small models write nothing else; a
+# schema may still ask for it, under "x-guidance".
+_COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class Vocabulary(Protocol):
@@ -36,6 +41,7 @@ class Constrainer:
         self.vocabulary = vocabulary
         self._tokenizer: Any = None
         self._preparing = Lock()
+        self._with: dict[tuple[str, ...], frozenset[int]] = {}
 
     def compile(self, constraint: Constraint) -> Matcher:
         """A matcher at its start; a constraint that cannot be compiled is refused."""
@@ -49,6 +55,18 @@ class Constrainer:
         if matcher.is_error():
             raise RequestError(f"the constraint cannot be compiled: {matcher.get_error():.800}")
         return Matcher(matcher, self.vocabulary.n_vocab)
+
+    def tokens_with(self, texts: Seq[str]) -> frozenset[int]:
+        """The tokens that have one of these texts in theirs."""
+        key = tuple(texts)
+        if key not in self._with:
+            parts = [text.encode() for text in key]
+            self._with[key] = frozenset(
+                i
+                for i in range(self.vocabulary.n_vocab if parts else 0)
+                if any(part in self.vocabulary.token_bytes(i) for part in parts)
+            )
+        return self._with[key]
 
     def _prepared(self) -> Any:
         from llguidance import LLTokenizer, TokenizerWrapper
@@ -65,7 +83,7 @@ def _grammar(constraint: Constraint, compiler: Any) -> str:
     match constraint:
         case Json(schema):
             text = schema if isinstance(schema, str) else json.dumps(dict(schema))
-            return str(compiler.grammar_from_json_schema(text))
+            return str(compiler.grammar_from_json_schema(text, defaults=_COMPACT))
         case Regex(pattern):
             return str(compiler.grammar_from_regex(pattern))
         case Grammar(lark):

@@ -253,7 +253,7 @@ class Engine(Sequences):
         if n_tokens >= self.n_ctx:
             raise self.too_long(n_tokens)
         sampling = request.sampling
-        sampler = make_sampler(self.ops, sampling)
+        sampler = make_sampler(self.ops, sampling, self.constrainer.tokens_with)
         prompt = np.array(request.tokens, np.int32)
         sampler.observe_prompt(np.concatenate([sequence.tokens.array(), prompt]))
         rules = StopRules(self.end_ids, min(sampling.max_tokens, self.n_ctx - n_tokens), text)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from quire.engine.host_sampler import HostSampler
 from quire.ops import Ops
 from quire.types import FinishReason, Sampling
 
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from quire.engine.drafter import Drafter
 
 _MASK = 2**64 - 1
+TokensWith = Callable[[Seq[str]], frozenset[int]]
+"""The tokens that have one of some texts in theirs."""
 
 
 class TextDecoder(Protocol):
@@ -66,8 +70,11 @@ class StopRules:
     """Where stop strings are found."""
 
 
-def make_sampler(ops: Ops, sampling: Sampling) -> Any:
-    """The device's sampler for these settings."""
+def make_sampler(ops: Ops, sampling: Sampling, tokens_with: TokensWith) -> Any:
+    """A sampler for these settings: the device's, or one that edits its rows on the host."""
+    if sampling.on_host:
+        breakers = sampling.dry_sequence_breakers if sampling.dry_multiplier > 0 else ()
+        return HostSampler(sampling, ops.sampler(sampling.temperature), tokens_with(breakers))
     bias = sampling.logit_bias
     return ops.sampler(
         sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p,
@@ -91,6 +98,7 @@ class Generation:
         self.drafter = drafter
         self.token_ids: list[int] = []
         self.random = sampling.temperature > 0
+        self.on_host = sampling.on_host
         self.hidden = frozenset() if sampling.ignore_eos else rules.ids  # tokens without text
         self._watched = rules.text if rules.text and rules.text.watch else None
         seed = sampling.seed
@@ -106,7 +114,7 @@ class Generation:
         """Whether a token's chances depend on the output before it, beyond the model's logits."""
         s = self.sampling
         penalties = (s.repetition_penalty != 1, s.presence_penalty != 0, s.frequency_penalty != 0)
-        return self.matcher is not None or any(penalties)
+        return self.matcher is not None or self.on_host or any(penalties)
 
     @property
     def plain(self) -> bool:

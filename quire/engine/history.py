@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from functools import partial
@@ -29,6 +30,7 @@ class History:
         self.prefix = prefix
         self.room = room
         self.ensure_resident = ensure_resident
+        self._shared: Counter[str] = Counter()  # how many besides the first hold a mark
 
     def mark(self, sequence: Sequence, name: str) -> Mark:
         """Keeps a sequence as it is now."""
@@ -40,6 +42,17 @@ class History:
         """A mark of what memory holds under a name."""
         held = self.memory.checkpoints.get(checkpoint)
         return Mark(name, record, checkpoint, self.memory, held)
+
+    def share(self, marks: Iterable[Mark]) -> None:
+        """One more holds these marks: a fork has those of its source."""
+        self._shared.update(mark.checkpoint for mark in marks)
+
+    def drop(self, mark: Mark) -> None:
+        """Lets go of a mark; it goes with the last who holds it."""
+        if self._shared[mark.checkpoint]:
+            self._shared[mark.checkpoint] -= 1
+        else:
+            self.memory.checkpoint_delete(mark.checkpoint)
 
     def check_mark(self, mark: Mark) -> None:
         """Refuses a mark that memory does not hold."""

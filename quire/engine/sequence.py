@@ -65,7 +65,7 @@ class Record:
     """Whether all of it was computed with this arithmetic: else other bits may follow."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Mark:
     """A place in a session to come back to."""
 
@@ -78,6 +78,9 @@ class Mark:
     """Who holds it."""
     held: Checkpoint
     """What memory holds under that name: names come again, in files of sessions."""
+
+    def __repr__(self) -> str:
+        return f"<Mark {self.name!r} at {len(self.record.tokens)} tokens>"
 
     @property
     def tokens(self) -> tuple[int, ...]:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from quire.models.layers import Mixer, Network, total_bytes
 from quire.models.loader import Kit
 from quire.models.sizes import Sizes
@@ -31,6 +33,7 @@ class Decoder:
     ) -> None:  # fmt: skip
         self.n_layers = sizes.n_layers
         self.n_vocab = sizes.n_vocab
+        self.width = sizes.width
         self.n_ctx_train = sizes.n_ctx_train
         self.layers = list(layers)
         self._ops, self._eps = kit.ops, sizes.eps
@@ -70,6 +73,11 @@ class Decoder:
             add = network.add_to if network else None
             self._calls.append((mixer.add_to, mixer.group, at, add))
 
+    def close(self) -> None:
+        """Lets go of the weights now, whoever still holds the model; it computes nothing more."""
+        self.layers, self._calls, self._ropes, self.kernels = [], [], [], {}
+        del self._embedding, self._output, self._final_norm
+
     def embed(self, batch: Batch) -> Array:
         """The batch's tokens as rows of the model's width."""
         return self._ops.embed(self._embedding, batch.tokens, self._scale)
@@ -85,6 +93,12 @@ class Decoder:
             mix(x, groups[group], tables[at])
             if add is not None:
                 add(x)
+
+    def hidden(self, x: Array) -> Array:
+        """Rows that went through the layers, normed: what the output is made from."""
+        normed = self._ops.array(np.zeros(x.shape, np.float32))
+        self._ops.add_norm(normed, x, self._final_norm, self._eps)
+        return normed
 
     def logits(self, x: Array) -> Array:
         """The output of rows that went through the layers."""

@@ -117,7 +117,13 @@ def decoder(
         facts[f"{arch}.attention.sliding_window_pattern"] = windows.sliding
     keys, made = rope_of(config, arch, 10000.0, rotated)
     tied = config.flag("tie_word_embeddings", default=False)
-    return Naming(facts | keys, tensors(config, layer, changes, tied), made, not_needed(tied))
+    named = tensors(config, layer, changes, tied)
+    # Models that make vectors are stored without what is around them.
+    bare = {
+        name: replace(source, names=tuple(n.removeprefix("model.") for n in source.names))
+        for name, source in named.items()
+    }
+    return Naming(facts | keys, named, made, not_needed(tied), otherwise=bare)
 
 
 def windows_in(config: HFConfig, sliding: NDArray[np.bool_]) -> Windows:

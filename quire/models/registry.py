@@ -21,9 +21,11 @@ if TYPE_CHECKING:
 
 # GGUF's name of an architecture, which is its module's as well, and what config.json calls it.
 _ARCHITECTURES: Final[dict[str, tuple[str, ...]]] = {
-    "llama": ("LlamaForCausalLM", "MistralForCausalLM", "llama", "mistral"),
-    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
-    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+    "llama": (
+        "LlamaForCausalLM", "MistralForCausalLM", "LlamaModel", "MistralModel", "llama", "mistral",
+    ),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Model", "qwen2"),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Model", "qwen3"),
     "gemma3": (
         "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "gemma3_text", "gemma3",
     ),
@@ -48,6 +50,8 @@ class Model(Protocol):
     n_layers: int
     n_vocab: int
     n_ctx_train: int
+    width: int
+    """Values of a token between layers."""
     groups: tuple[GroupSpec | RecurrentSpec, ...]
     layer_bytes: tuple[int, ...]
     """Bytes that the matrices of each layer hold."""
@@ -56,11 +60,17 @@ class Model(Protocol):
     kernels: dict[str, GroupKernels]
     """What the device can do with pages, by group."""
 
+    def close(self) -> None:
+        """Lets go of the weights now, whoever still holds the model; it computes nothing more."""
+
     def embed(self, batch: Batch) -> Array:
         """The batch's tokens as rows of the model's width."""
 
     def run(self, x: Array, batch: Batch, start: int, stop: int) -> None:
         """Layers start … stop-1, in place on x, over the batch's memory."""
+
+    def hidden(self, x: Array) -> Array:
+        """Rows that went through the layers, normed: what the output is made from."""
 
     def logits(self, x: Array) -> Array:
         """The output of rows that went through the layers."""

@@ -208,14 +208,14 @@ def _check_index(path: Path, placed: Mapping[str, str], shards: Mapping[str, Saf
         )
 
 
-def _inside(folder: Path, name: str) -> Path:
-    """A file of the folder by its plain name; links must not lead out of the folder.
+def _inside(folder: Path, name: str, within: str = "") -> Path:
+    """A file of the folder, or of one within it, by its plain name; links must not lead out of it.
 
     A snapshot in the hub's cache is allowed its one way out: links into the `blobs` beside it.
     """
     if not name or "/" in name or "\\" in name or "\0" in name or name in (".", ".."):
         raise SafetensorsError(f"{folder}: {quote(name)} is not the plain name of a file in it")
-    path = folder / name
+    path = folder / within / name
     try:
         home, real = folder.resolve(), path.resolve()
     except ValueError as error:  # a lone surrogate, or a NUL in the folder's own path
@@ -228,9 +228,9 @@ def _inside(folder: Path, name: str) -> Path:
     return path
 
 
-def read_beside(folder: Path, name: str) -> bytes | None:
-    """A small file of the folder; None where there is none."""
-    path = _inside(folder, name)
+def read_beside(folder: Path, name: str, within: str = "") -> bytes | None:
+    """A small file of the folder, or of one within it; None where there is none."""
+    path = _inside(folder, name, within)
     try:
         if not path.is_file():
             return None

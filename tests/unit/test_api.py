@@ -350,3 +350,32 @@ def test_what_is_shared_is_what_was_said(llm: quire.LLM) -> None:
             fresh = llm.generate(asked, max_tokens=4, ignore_eos=True, logprobs=0, cache_salt="new")
             assert shared.token_ids == fresh.token_ids and shared.logprobs == fresh.logprobs
             llm.forget()
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_json_has_no_endless_white_space(llm: quire.LLM, as_text: bool) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}, "b": {"type": "array", "maxItems": 2,
+                       "items": {"type": "boolean"}}},
+        "required": ["a", "b"], "additionalProperties": False,
+    }  # fmt: skip
+    spaces = {ord(c): 100.0 for c in " \n\t\r"}
+    constraint = quire.Json(json.dumps(schema) if as_text else schema)
+    done = llm.generate("x", constraint=constraint, logit_bias=spaces, max_tokens=60)
+    assert done.finish_reason == "stop" and set(json.loads(done.text)) == {"a", "b"}
+    free = {**schema, "x-guidance": {"whitespace_flexible": True}}
+    done = llm.generate("x", constraint=quire.Json(free), logit_bias=spaces, max_tokens=60)
+    assert done.finish_reason == "length"  # who asks for it gets it
+
+
+def test_a_prompt_shorter_than_a_page_is_found_again(llm: quire.LLM) -> None:
+    prompt = list(range(40, 52))
+    first = llm.generate(prompt, max_tokens=5, ignore_eos=True)
+    before = llm.engine.runner.tokens_run
+    again = llm.generate(prompt, max_tokens=5, ignore_eos=True)
+    assert (first.cached_tokens, again.cached_tokens) == (0, 11)
+    assert llm.engine.runner.tokens_run - before == 5  # its last token, and four of the answer
+    assert again.token_ids == first.token_ids
+    other = llm.generate([*prompt[:6], 99, *prompt[7:]], max_tokens=5, ignore_eos=True)
+    assert other.cached_tokens == 6

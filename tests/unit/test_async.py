@@ -89,14 +89,15 @@ def test_streams_come_piece_by_piece(llm: quire.LLM) -> None:
 
 def test_chat_and_sessions(llm: quire.LLM) -> None:
     messages = [{"role": "user", "content": "hi"}]
-    wanted = llm.chat(messages, max_tokens=9).token_ids
+    wanted = llm.chat(messages, max_tokens=9, temperature=0).token_ids
     with llm.session() as plain:
         plain.append([1, 2, 3])
         first = plain.generate(max_tokens=8, **GO).token_ids
         second = plain.generate(max_tokens=8, **GO).text
 
     async def use() -> None:
-        assert (await llm.achat(messages, max_tokens=9)).token_ids == wanted
+        again = await llm.achat(messages, max_tokens=9, temperature=0)
+        assert again.token_ids == wanted
         with llm.session() as s:
             await asyncio.to_thread(s.append, [1, 2, 3])
             assert (await s.agenerate(max_tokens=8, **GO)).token_ids == first

@@ -32,7 +32,7 @@ def run(*words: str, input: str | None = None) -> Result:
 def test_run_streams_what_generate_gives(path: str) -> None:
     with quire.load(path) as llm:
         messages = [{"role": "user", "content": "hello"}]
-        answer = llm.chat(messages, max_tokens=9).text
+        answer = llm.chat(messages, max_tokens=9, temperature=0).text
         raw = llm.generate("hello", max_tokens=9).text
     assert run("run", "hello", "-m", path, "-n", "9").stdout == answer + "\n"
     assert run("run", "hello", "-m", path, "-n", "9", "--raw").stdout == raw + "\n"

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import quire
+from quire.config import process_memory
 from quire.errors import RequestError, TierError
 from tests import tiny
 
@@ -280,3 +281,30 @@ def test_cached_prefixes_hold_no_more_than_half(path: Path) -> None:
 def test_odd_arguments_of_load_are_refused(path: Path, named: dict[str, int]) -> None:
     with pytest.raises(RequestError, match=next(iter(named))):
         quire.load(path, **named)  # type: ignore[arg-type]
+
+
+def test_closing_gives_weights_and_pages_back_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "large.gguf"
+    shape = tiny.Tiny(width=512, heads=8, kv_heads=8, head_dim=64, ffn=4096, layers=4, context=4096)
+    tiny.write(path, shape)
+    with quire.load(path) as warm:  # threads, libraries and tables that stay
+        warm.generate("hello", max_tokens=2)
+    weights = warm.model.weight_bytes
+    del warm
+    gc.collect()
+    gc.disable()  # nothing is to wait for it
+    try:
+        before = process_memory()
+        llm = quire.load(path)
+        session = llm.session().append("hello " * 300)
+        loaded = process_memory() - before
+        held = llm.memory.uses
+        llm.close()
+        left = process_memory() - before
+        assert weights > 24 << 20 and loaded > weights == held["weights"]
+        assert left < 6 << 20, f"{left:,} of {loaded:,} bytes are left"
+        uses = llm.memory.uses
+        assert set(uses) == {"interpreter, libraries, vocabulary"}
+        assert session is not None and llm.memory.as_dict()["used_bytes"] == 0
+    finally:
+        gc.enable()

@@ -42,12 +42,13 @@ TileMemory TileArena::take(int64_t bytes) {
         return memory;
     }
     std::lock_guard lock(mutex_);
-    if (size > left_) {
-        chunk_ = map(CHUNK);
-        next_ = static_cast<uint8_t*>(chunk_.get());
+    memory.chunk_ = chunk_.lock();
+    if (!memory.chunk_ || size > left_) {
+        memory.chunk_ = map(CHUNK);
+        chunk_ = memory.chunk_;
+        next_ = static_cast<uint8_t*>(memory.chunk_.get());
         left_ = CHUNK;
     }
-    memory.chunk_ = chunk_;
     memory.data_ = next_;
     next_ += size;
     left_ -= size;

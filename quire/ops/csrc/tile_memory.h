@@ -29,7 +29,7 @@ class TileArena {
 
   private:
     std::mutex mutex_;
-    std::shared_ptr<void> chunk_;
+    std::weak_ptr<void> chunk_;  // matrices hold it, and nobody else
     uint8_t* next_ = nullptr;
     int64_t left_ = 0;
 };

@@ -1,0 +1,102 @@
+"""Several answers to one prompt: it is computed once, and forks of it go on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from quire.api.texts import Prompt
+from quire.engine.loop import Job
+from quire.engine.request import Request
+from quire.engine.sequence import Sequence
+from quire.errors import RequestError
+from quire.types import Completion
+
+if TYPE_CHECKING:
+    from quire.api.generating import Generating
+
+_MOST = 1024
+
+
+@dataclass(frozen=True)
+class Choices:
+    """How many answers are made, and how many of them are given: those that are likeliest."""
+
+    n: int
+    made: int
+
+    @classmethod
+    def of(cls, n: int | None, best_of: int | None) -> Choices:
+        """What was asked for."""
+        for name, value in (("n", n), ("best_of", best_of)):
+            number = isinstance(value, int) and not isinstance(value, bool)
+            if value is not None and not (number and 1 <= value <= _MOST):
+                raise RequestError(
+                    f"{name} must be a whole number from 1 to {_MOST}, not {value!r}"
+                )
+        asked = 1 if n is None else n
+        made = asked if best_of is None else best_of
+        if made < asked:
+            raise RequestError(f"best_of is {made}, but {asked} answers (n) are to be given")
+        return cls(asked, made)
+
+    def request(self, request: Request) -> Request:
+        """The request of all of them; to find the best, log-probabilities are needed."""
+        if self.made == self.n or request.sampling.logprobs is not None:
+            return request
+        return replace(request, sampling=request.sampling.replace(logprobs=0))
+
+    def start(
+        self, llm: Generating, request: Request, stop: str | Seq[str], prompt: Prompt
+    ) -> list[Job]:
+        """All answers to a prompt, under way."""
+        if self.made == 1:
+            return [llm.start_prompt(request, stop, prompt)]
+        started = time.perf_counter()
+        texts = [llm.transcript(stop) for _ in range(self.made)]
+        matcher = llm.matcher(request)
+        requests = [_numbered(request, i) for i in range(self.made)]
+
+        def fork(source: Sequence) -> list[Job]:
+            jobs: list[Job] = []
+            try:
+                for one, text in zip(requests, texts, strict=True):
+                    own, twin = matcher and matcher.copy(), llm.engine.fork(source)
+                    jobs.append(llm.loop.start(twin, one, text, own, keep=False))
+                    jobs[-1].started = started
+                    twin.count_cached(source.cached)
+            except BaseException:
+                for job in jobs:
+                    llm.loop.end(job)
+                raise
+            return jobs
+
+        with llm.session(request.salt) as root:
+            root.append(llm.tokens_of(prompt))
+            return llm.loop.call(lambda: fork(root.sequence))
+
+    def best(self, completions: list[Completion], request: Request) -> list[Completion]:
+        """The likeliest ones, by the mean over their tokens, the best first."""
+        if self.made == self.n:
+            return completions
+        ranked = sorted(completions, key=_likelihood, reverse=True)[: self.n]
+        if request.sampling.logprobs is not None:
+            return ranked
+        return [replace(completion, logprobs=None) for completion in ranked]
+
+
+def _numbered(request: Request, number: int) -> Request:
+    """The request of one of several answers: each has its own seed."""
+    sampling = request.sampling
+    if sampling.seed is not None:
+        sampling = sampling.replace(seed=(sampling.seed + number) % 2**64)
+    return replace(request, tokens=(), sampling=sampling)
+
+
+def _likelihood(completion: Completion) -> float:
+    tokens = completion.logprobs or []
+    return float(np.mean([token.logprob for token in tokens])) if tokens else -np.inf

@@ -1,0 +1,59 @@
+"""Texts as vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.api.requests import Requests
+from quire.api.texts import Prompt, is_batch
+from quire.engine.embedding import Embedding
+from quire.errors import RequestError
+from quire.types import POOLINGS, Pooling
+
+
+class Vectors(Requests):
+    """Turns texts into vectors on a model, from any thread."""
+
+    pooling: Pooling
+    """How the model's files say that vectors are pooled; of the last token if they do not."""
+
+    def embed(
+        self, texts: Prompt | Seq[Prompt], pooling: Pooling | None = None, *, normalize: bool = True
+    ) -> NDArray[np.float32]:
+        """A vector for each text, [n, width]: what the last layer makes of its tokens.
+
+        `pooling` is "last", "mean" or "cls" (the first token), by default as the model's files
+        say. With `normalize` all have the length 1, so that a product of two is their cosine.
+        """
+        chosen = self.pooling if pooling is None else pooling
+        if chosen not in POOLINGS:
+            raise RequestError(f"pooling is one of {', '.join(POOLINGS)}, not {pooling!r:.80}")
+        several: Any = texts if is_batch(texts) else [texts]
+        tokens = [np.array(self.tokens_of(text), np.int32) for text in several]
+        for number, ids in enumerate(tokens):
+            if not len(ids):
+                raise RequestError(f"text {number} has no tokens, and so no vector")
+            self.engine.check_tokens(0, ids.tolist())
+        work = Embedding(self.engine, tokens, chosen)
+        try:
+            while not work.done:
+                self.loop.call(work.step)
+        finally:
+            self.loop.call(work.close)
+        vectors = work.vectors
+        if normalize:
+            lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+            vectors /= np.maximum(lengths, np.finfo(np.float32).tiny)
+        return vectors
+
+    async def aembed(
+        self, texts: Prompt | Seq[Prompt], pooling: Pooling | None = None, *, normalize: bool = True
+    ) -> NDArray[np.float32]:
+        """`embed` for coroutines."""
+        from asyncio import to_thread
+
+        return await to_thread(self.embed, texts, pooling, normalize=normalize)
