@@ -18,7 +18,7 @@ def load(
     model: str | Path = "smollm2", *, progress: ProgressFn | None = None,
     beside: LLM | None = None, **settings: Any,
 ) -> LLM:  # fmt: skip
-    """Loads a model: an alias, a .gguf file, a folder of safetensors, or `hf:owner/repo/file`.
+    """Loads a model: an alias, a .gguf file, a folder, or `owner/repo:quant` of the Hub.
 
     The settings are the fields of `quire.config.LoadConfig`. With `beside` it takes its memory
     from the budget of a model that is loaded already, which it may draft for.

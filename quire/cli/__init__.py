@@ -17,6 +17,7 @@ _COMMANDS = {
     "show": "Tell what a model file holds.",
     "list": "List the models that are here.",
     "pull": "Fetch a model.",
+    "rm": "Delete a model that was fetched.",
 }
 
 
