@@ -18,6 +18,7 @@ _COMMANDS = {
     "list": "List the models that are here.",
     "pull": "Fetch a model.",
     "rm": "Delete a model that was fetched.",
+    "quantize": "Write a model as a GGUF file with fewer bits.",
 }
 
 

@@ -49,6 +49,10 @@ class SplitGGUF(WeightFile):
             {name: part.tensors[name] for name, part in self._part_of.items()}
         )
 
+    def entry(self, key: str) -> bytes:
+        """An entry of the metadata, as the first part writes it."""
+        return self._parts[0].entry(key)
+
     def data(self, name: str) -> NDArray[np.uint8]:
         """A copy of the bytes of a tensor."""
         return self._part(name).data(name)
