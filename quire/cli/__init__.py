@@ -19,6 +19,7 @@ _COMMANDS = {
     "pull": "Fetch a model.",
     "rm": "Delete a model that was fetched.",
     "quantize": "Write a model as a GGUF file with fewer bits.",
+    "perplexity": "Tell how well a model predicts a text.",
 }
 
 
