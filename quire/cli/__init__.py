@@ -20,6 +20,7 @@ _COMMANDS = {
     "rm": "Delete a model that was fetched.",
     "quantize": "Write a model as a GGUF file with fewer bits.",
     "perplexity": "Tell how well a model predicts a text.",
+    "bench": "Measure how fast a model runs here.",
 }
 
 
