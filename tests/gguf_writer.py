@@ -65,6 +65,25 @@ def write_gguf(
     return path
 
 
+def write_split(
+    folder: Path, name: str, count: int, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> list[Path]:
+    """Write a model in parts, as llama.cpp splits them; the last holds what the others do not."""
+    names = list(tensors)
+    cuts = [*range(count), len(names)]
+    paths = []
+    for i in range(count):
+        keys = {
+            "split.no": Typed(ValueType.UINT16, i),
+            "split.count": Typed(ValueType.UINT16, count),
+            "split.tensors.count": Typed(ValueType.INT32, len(names)),
+        }
+        held = {key: tensors[key] for key in names[cuts[i] : cuts[i + 1]]}
+        path = folder / f"{name}-{i + 1:05}-of-{count:05}.gguf"
+        paths.append(write_gguf(path, {**(metadata if i == 0 else {}), **keys}, held))
+    return paths
+
+
 def gguf_bytes(
     metadata: Mapping[str, Any],
     tensors: Mapping[str, Tensor] | None = None,

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.weights.quant import GGMLType, dequantize, quantize_q8_0
+from quire.weights.quant import GGMLType, dequantize
+from quire.weights.quantize import quantize
 from tests.gguf_writer import Typed, ValueType, write_gguf
 
 Floats = NDArray[np.float64]
@@ -170,7 +171,7 @@ def write(
     tensors: dict[str, Any] = {}
     for name, value in exact.items():
         if t.quantized and value.ndim > 1:
-            raw = np.frombuffer(quantize_q8_0(value).tobytes(), np.uint8)
+            raw = np.frombuffer(quantize(value, GGMLType.Q8_0).tobytes(), np.uint8)
             tensors[name] = (GGMLType.Q8_0, raw, value.shape)
             exact[name] = dequantize(raw, GGMLType.Q8_0, value.shape)
         else:

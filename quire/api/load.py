@@ -37,7 +37,7 @@ def load(
     beside: LLM | None = None,
     **unknown: Never,
 ) -> LLM:
-    """Loads a model: an alias, a .gguf file, a folder of safetensors, or `hf:owner/repo/file`.
+    """Loads a model: an alias, a .gguf file, a folder, or `owner/repo:quant` of the Hub.
 
     n_ctx: tokens of the longest context; by default what the model was trained for, or what fits.
     threads: how many compute; by default one for each core that the process may use.

@@ -19,6 +19,10 @@ _COMMANDS = {
     "show": "Tell what a model file holds.",
     "list": "List the models that are here.",
     "pull": "Fetch a model.",
+    "rm": "Delete a model that was fetched.",
+    "quantize": "Write a model as a GGUF file with fewer bits.",
+    "perplexity": "Tell how well a model predicts a text.",
+    "bench": "Measure how fast a model runs here.",
 }
 
 

@@ -53,7 +53,8 @@ _LESS = [
 
 _MODEL = [
     click.option("-m", "--model", default="smollm2", show_default=True,
-                 help="Alias, .gguf file, folder of safetensors, or hf:owner/repo/file."),
+                 help="Alias, .gguf file, folder of safetensors, or a model of the Hugging Face "
+                 "Hub: owner/repo or owner/repo:quant."),
     click.option("-c", "--ctx-size", type=int, help="Tokens of context (the model's own)."),
     click.option("-t", "--threads", type=int, help="Threads that compute (one per core)."),
     click.option("--device", default="auto", show_default=True,

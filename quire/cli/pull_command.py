@@ -12,7 +12,12 @@ from quire.weights import pull
 @click.command("pull")
 @click.argument("model", default="smollm2")
 def command(model: str) -> None:
-    """Fetch MODEL (an alias, or hf:owner/repo/file) into the cache and say where it lies."""
+    """Fetch MODEL into the cache and say where it lies; what broke off goes on.
+
+    MODEL is an alias (`quire list` shows them), owner/repository of the Hugging Face Hub, such as
+    Qwen/Qwen3-4B-GGUF, with a quantization if you like, such as Qwen/Qwen3-4B-GGUF:Q8_0, or
+    hf:owner/repository/file.
+    """
     bar = LoadBar(least=0, text=f"fetching {model}")
     try:
         path = pull.resolve(model, config.cache_folder(), bar)

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from quire.ops import Array, Heads, Matrix, Ops, Part
 from quire.weights.file import TensorFacts, WeightFile
-from quire.weights.quant import GGMLType, dequantize, quantize_q4_0, quantize_q8_0
+from quire.weights.quant import GGMLType, dequantize
+from quire.weights.quantize import quantize
 
 ProgressFn = Callable[[int, int], None]
 Rows = tuple[str, int] | tuple[str, int, slice | NDArray[np.intp]]
@@ -23,7 +24,6 @@ are n * rows rows, and a single dimension is one row."""
 QUANTIZE: Final = ("q8_0", "q4_0")
 """What matrices of floats can be turned into while they are loaded."""
 _FLOATS: Final = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
-_WRITERS: Final = {GGMLType.Q8_0: quantize_q8_0, GGMLType.Q4_0: quantize_q4_0}
 # With four bits these lose most, and llama.cpp's tools spare them as well.
 _SPARED: Final = ("token_embd.weight", "output.weight")
 _CHUNK: Final = 1 << 22
@@ -154,5 +154,5 @@ def _requantized(
     step = max(_CHUNK // cols, 1)
     for at in range(0, len(rows), step):
         some = rows[at : at + step]
-        out[at : at + step] = _WRITERS[type](dequantize(some.ravel(), stored, (len(some), cols)))
+        out[at : at + step] = quantize(dequantize(some.ravel(), stored, (len(some), cols)), type)
     return out

@@ -15,6 +15,7 @@ from quire.ops import Array, Refused
 from quire.ops.batch import Batch
 from quire.weights.file import WeightFile
 from quire.weights.gguf import GGUF
+from quire.weights.split import with_parts
 
 if TYPE_CHECKING:
     from quire.weights.naming import HFConfig, Naming
@@ -101,9 +102,9 @@ def architecture_of(file: WeightFile) -> str:
 
 
 def open_weights(path: str | os.PathLike[str]) -> WeightFile:
-    """A .gguf file, or a folder with config.json and safetensors."""
+    """A .gguf file, all parts of a split one, or a folder with config.json and safetensors."""
     if not os.path.isdir(path):
-        return GGUF.open(path)
+        return with_parts(GGUF.open(path))
     from quire.weights.folder import Folder  # only here, so that starting is quicker
 
     return Folder.open(path, _naming)

@@ -23,7 +23,7 @@ class HFEncoder:
 
     def __init__(self, folder: Path) -> None:
         self._name = str(folder / "tokenizer.json")
-        file = self._file = _load(folder, self._name)
+        file = self.file = _load(folder, self._name)
         ids = file.pairs.ids | {token.text: token.id for token in file.added}
         self._texts = {id: text for text, id in ids.items()}
         self._specials = {token.id: token.special for token in file.added}
@@ -61,13 +61,13 @@ class HFEncoder:
         """The most bytes of text that one token can stand for."""
         # Normalization composes: nine bytes can become three.
         return max(len(text.encode()) for text in self._texts.values()) * (
-            3 if self._file.shrinks else 1
+            3 if self.file.shrinks else 1
         )
 
     def encode(self, text: str, add_special: bool, parse_special: bool) -> Iterator[list[int]]:
         """The ids of a text, some at a time."""
         if add_special:
-            yield self._file.before
+            yield self.file.before
         for piece, start in self._added.split(text, parse_special):
             if isinstance(piece, int):
                 yield self._one(piece)
@@ -78,7 +78,7 @@ class HFEncoder:
                 else:
                     yield from self._encode(part, first=start + at == 0)
         if add_special:
-            yield self._file.behind
+            yield self.file.behind
 
     def _one(self, id: int) -> list[int]:
         if id >= self.n_vocab:
@@ -89,15 +89,15 @@ class HFEncoder:
         return [id]
 
     def _normalized(self, text: str) -> str:
-        for normalize in self._file.normalize:
+        for normalize in self.file.normalize:
             text = normalize(text)
         return text
 
     def _encode(self, text: str, first: bool) -> Iterator[list[int]]:
         """The ids of a piece of normalized text without added tokens, word by word."""
-        pairs, words = self._file.pairs, self._file.words
+        pairs, words = self.file.pairs, self.file.words
         if self._splitter is not None:
-            if self._file.prefix_space and not text.startswith(" "):
+            if self.file.prefix_space and not text.startswith(" "):
                 text = " " + text
             return pairs.encode_bytes(self._splitter.words(text))
         if isinstance(words, Metaspace):
@@ -110,7 +110,7 @@ class HFEncoder:
     def token_bytes(self, id: int) -> bytes:
         """The bytes a token stands for; none for a gap in the vocabulary."""
         text = self._written.get(id, "")
-        decoding = self._file.decoding
+        decoding = self.file.decoding
         if decoding.byte_level:
             return bytes_of_characters(text)
         if decoding.marks:

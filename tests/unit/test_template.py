@@ -14,7 +14,7 @@ from quire import config
 from quire.errors import RequestError, TemplateError
 from quire.text.template import ChatTemplate, Worker, checked_messages
 from quire.text.tokenizer import Tokenizer
-from quire.weights.pull import cached_models
+from quire.weights.catalog import kept_models
 
 SHARED = Path(__file__).parents[3] / "shared"
 
@@ -198,7 +198,7 @@ class TestWellKnownTemplates:
 
     def test_smollm2(self) -> None:
         golden = SHARED / "golden" / "smollm2-135m-q4_1.json"
-        models = [m for m in cached_models(config.cache_folder()) if m.alias == "smollm2"]
+        models = [m for m in kept_models(config.cache_folder()) if m.name == "smollm2"]
         if not golden.is_file() or not models:
             pytest.skip("no golden data beside the repository, or no model in the cache")
         tokenizer = Tokenizer(models[0].path)

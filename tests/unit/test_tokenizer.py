@@ -29,8 +29,8 @@ from quire.text.special import SpecialToken, SpecialTokens
 from quire.text.tokenizer import Tokenizer
 from quire.text.variants import PRE_TOKENIZERS
 from quire.text.vocab import read_vocab
+from quire.weights.catalog import kept_models
 from quire.weights.gguf import GGUF
-from quire.weights.pull import cached_models
 
 DATA = Path(__file__).parents[1] / "data" / "tokenizers"
 SHARED = Path(__file__).parents[3] / "shared"
@@ -122,8 +122,8 @@ def golden() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def smollm2() -> Path:
-    for model in cached_models(config.cache_folder()):
-        if model.alias == "smollm2":
+    for model in kept_models(config.cache_folder()):
+        if model.name == "smollm2":
             return model.path
     pytest.skip("the default model is not in the cache")
 

@@ -99,5 +99,8 @@ extern const AttentionKernels attention_kernels;
 namespace avx512 {
 extern const AttentionKernels attention_kernels;
 }
+namespace neon {
+extern const AttentionKernels attention_kernels;
+}
 
 }  // namespace quire

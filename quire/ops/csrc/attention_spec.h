@@ -16,6 +16,8 @@ inline const AttentionKernels& attention_kernels_of(Isa isa) {
 #if defined(QUIRE_X86)
     if (isa == Isa::avx512) return avx512::attention_kernels;
     if (isa == Isa::avx2) return avx2::attention_kernels;
+#elif defined(QUIRE_ARM)
+    if (isa == Isa::neon) return neon::attention_kernels;
 #endif
     (void)isa;
     return portable::attention_kernels;

@@ -6,6 +6,8 @@
 
 #if defined(QUIRE_AVX512)
 #include "dot_avx512.h"
+#elif defined(QUIRE_NEON)
+#include "dot_neon.h"
 #else
 #include "dot_int16.h"
 #endif

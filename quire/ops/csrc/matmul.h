@@ -61,5 +61,6 @@ struct MatmulKernels {
 namespace portable { extern const MatmulKernels matmul_kernels; }
 namespace avx2 { extern const MatmulKernels matmul_kernels; }
 namespace avx512 { extern const MatmulKernels matmul_kernels; }
+namespace neon { extern const MatmulKernels matmul_kernels; }
 
 }  // namespace quire

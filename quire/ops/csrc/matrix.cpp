@@ -55,6 +55,8 @@ const MatmulKernels& matmul_kernels(Isa isa) {
 #if defined(QUIRE_X86)
     if (isa == Isa::avx512) return avx512::matmul_kernels;
     if (isa == Isa::avx2) return avx2::matmul_kernels;
+#elif defined(QUIRE_ARM)
+    if (isa == Isa::neon) return neon::matmul_kernels;
 #endif
     (void)isa;
     return portable::matmul_kernels;

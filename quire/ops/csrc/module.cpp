@@ -5,6 +5,11 @@
 #include <cstring>
 #include <stdexcept>
 
+#if defined(QUIRE_ARM) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
 #include "bind.h"
 #include "check.h"
 #include "cpu.h"
@@ -15,32 +20,49 @@ using namespace nb::literals;
 
 namespace quire {
 
-Isa best_isa() {
-#if defined(__x86_64__)
+// Whether this machine has the instructions, and this build the kernels.
+static bool runs(Isa isa) {
+#if defined(QUIRE_X86)
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vnni"))
-        return Isa::avx512;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
-        return Isa::avx2;
+    if (isa == Isa::avx512)
+        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+               __builtin_cpu_supports("avx512vnni");
+    if (isa == Isa::avx2)
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+#elif defined(QUIRE_ARM) && defined(__linux__)
+    if (isa == Isa::neon) return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
+#elif defined(QUIRE_ARM)
+    if (isa == Isa::neon) return true;  // whatever Apple makes has it
 #endif
+    return isa == Isa::portable;
+}
+
+constexpr Isa ISAS[] = {Isa::neon, Isa::avx512, Isa::avx2, Isa::portable};  // the best first
+
+Isa best_isa() {
+    for (Isa isa : ISAS)
+        if (runs(isa)) return isa;
     return Isa::portable;
 }
 
 const char* isa_name(Isa isa) {
-    return isa == Isa::avx512 ? "avx512-vnni" : isa == Isa::avx2 ? "avx2" : "portable";
+    switch (isa) {
+        case Isa::neon: return "neon-dotprod";
+        case Isa::avx512: return "avx512-vnni";
+        case Isa::avx2: return "avx2";
+        default: return "portable";
+    }
 }
 
 Isa isa_from_name(const std::string& name) {
-    const Isa best = best_isa();
-    if (name == "auto") return best;
-    for (Isa isa : {Isa::portable, Isa::avx2, Isa::avx512}) {
+    if (name == "auto") return best_isa();
+    for (Isa isa : ISAS) {
         if (name != isa_name(isa)) continue;
-        if (isa > best) throw std::invalid_argument("this CPU does not run " + name);
+        if (!runs(isa)) throw std::invalid_argument("this CPU does not run " + name);
         return isa;
     }
-    throw std::invalid_argument("unknown instruction set " + name + " (portable, avx2, avx512-vnni)");
+    throw std::invalid_argument("unknown instruction set " + name + " (portable, avx2, avx512-vnni, neon-dotprod)");
 }
 
 static void bind_cpu(nb::module_& m) {

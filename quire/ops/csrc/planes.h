@@ -2,6 +2,9 @@
 #pragma once
 
 #include "scales.h"
+#if defined(QUIRE_NEON)
+#include "planes_neon.h"
+#endif
 
 namespace quire::QUIRE_ISA {
 
@@ -42,7 +45,7 @@ static inline vi byte_of(vi a, int j) {
 }
 static inline vi minus(vi a, int b) { return _mm256_sub_epi32(a, _mm256_set1_epi32(b)); }
 
-#else
+#elif !defined(QUIRE_NEON)
 
 constexpr bool LIFTS = false;
 

@@ -71,6 +71,30 @@ static inline QuantizedGroup quantize(const float* x, uint8_t* q) {
     return {d, sum_of(_mm256_castsi256_si128(bytes)), sum_of(_mm256_extracti128_si256(bytes, 1))};
 }
 
+#elif defined(QUIRE_NEON)
+
+static inline int32x4_t magnitude(float32x4_t a) {
+    return vandq_s32(vreinterpretq_s32_f32(a), vdupq_n_s32(0x7fffffff));
+}
+
+// Sixteen activations as bytes.
+static inline int8x16_t rounded(const float* x, float inverse) {
+    const vi a = to_int(mul(load(x), set1(inverse))), b = to_int(mul(load(x + 8), set1(inverse)));
+    const int16x8_t low = vqmovn_high_s32(vqmovn_s32(a.a), a.b), high = vqmovn_high_s32(vqmovn_s32(b.a), b.b);
+    return vqmovn_high_s16(vqmovn_s16(low), high);
+}
+
+static inline QuantizedGroup quantize(const float* x, uint8_t* q) {
+    int32x4_t top = vdupq_n_s32(0);
+    for (int i = 0; i < 32; i += 4) top = vmaxq_s32(top, magnitude(vld1q_f32(x + i)));
+    float inverse;
+    const float d = quant_scale(vgetq_lane_f32(vreinterpretq_f32_s32(vdupq_n_s32(vmaxvq_s32(top))), 0), inverse);
+    const int8x16_t low = rounded(x, inverse), high = rounded(x + 16, inverse);
+    vst1q_s8((int8_t*)q, low);
+    vst1q_s8((int8_t*)q + 16, high);
+    return {d, vaddlvq_s8(low), vaddlvq_s8(high)};
+}
+
 #else
 
 static inline QuantizedGroup quantize(const float* x, uint8_t* q) {

@@ -92,5 +92,8 @@ extern const RecurrentKernels recurrent_kernels;
 namespace avx512 {
 extern const RecurrentKernels recurrent_kernels;
 }
+namespace neon {
+extern const RecurrentKernels recurrent_kernels;
+}
 
 }  // namespace quire

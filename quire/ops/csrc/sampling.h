@@ -51,5 +51,8 @@ extern const SamplingKernels sampling_kernels;
 namespace avx512 {
 extern const SamplingKernels sampling_kernels;
 }
+namespace neon {
+extern const SamplingKernels sampling_kernels;
+}
 
 }  // namespace quire

@@ -26,6 +26,8 @@ const SamplingKernels& kernels_of(Isa isa) {
 #if defined(QUIRE_X86)
     if (isa == Isa::avx512) return avx512::sampling_kernels;
     if (isa == Isa::avx2) return avx2::sampling_kernels;
+#elif defined(QUIRE_ARM)
+    if (isa == Isa::neon) return neon::sampling_kernels;
 #endif
     (void)isa;
     return portable::sampling_kernels;

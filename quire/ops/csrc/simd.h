@@ -1,7 +1,7 @@
 // One vector of floats, as wide as the instruction set this file is compiled for.
 //
 // Kernel sources are compiled once per instruction set with QUIRE_ISA set to the namespace
-// (avx512, avx2, portable). They use only what is here, so one source serves all three.
+// (avx512, avx2, neon, portable). They use only what is here, so one source serves all of them.
 // Contraction is off (-ffp-contract=off): a multiply-add happens where fma() is written and
 // nowhere else, so every kernel variant adds in the same order with the same rounding.
 #pragma once
@@ -11,6 +11,8 @@
 
 #if defined(QUIRE_AVX512) || defined(QUIRE_AVX2)
 #include <immintrin.h>
+#elif defined(QUIRE_NEON)
+#include "simd_neon.h"
 #endif
 
 namespace quire::QUIRE_ISA {
@@ -113,7 +115,7 @@ static inline vf pow2(vf n) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(to_int(n), _mm256_set1_epi32(127)), 23));
 }
 
-#else
+#elif !defined(QUIRE_NEON)
 
 constexpr int LANES = 8;
 typedef float vf __attribute__((vector_size(32)));
@@ -233,7 +235,7 @@ static inline vf choose(unsigned bits, vf a, vf b) {
 }
 static inline unsigned bits_ge(vf a, vf b) { return unsigned(_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GE_OQ))); }
 static inline unsigned bits_nan(vf a) { return unsigned(_mm256_movemask_ps(_mm256_cmp_ps(a, a, _CMP_UNORD_Q))); }
-#else
+#elif !defined(QUIRE_NEON)
 static inline vf choose(unsigned bits, vf a, vf b) {
     const vi lane = {1, 2, 4, 8, 16, 32, 64, 128};
     return (lane & int32_t(bits)) != 0 ? a : b;
@@ -270,7 +272,7 @@ static inline float reduce_max(vf v) {
     b = _mm_max_ps(b, _mm_movehl_ps(b, b));
     return _mm_cvtss_f32(_mm_max_ss(b, _mm_movehdup_ps(b)));
 }
-#else
+#elif !defined(QUIRE_NEON)
 static inline float reduce_add(vf a) {
     float t[LANES];
     store(t, a);
@@ -305,6 +307,8 @@ static inline vf exp(vf x) {
     return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, low, _CMP_GT_OQ), p, n);
 #elif defined(QUIRE_AVX2)
     return _mm256_and_ps(_mm256_cmp_ps(x, low, _CMP_GT_OQ), mul(p, pow2(n)));
+#elif defined(QUIRE_NEON)
+    return where_above(x, low, mul(p, pow2(n)));
 #else
     return x > low ? mul(p, pow2(n)) : zero();
 #endif
