@@ -17,6 +17,8 @@ FEW, SOME = 4, 64
 and tokens that the one for some takes."""
 _THREADS, _WARPS = 256, 8
 _SOME_THREADS, _SOME_WARPS = 128, 4
+GATED_FROM = 33
+"""With fewer tokens, gate and up are cheaper in slices than in one product with the activation."""
 SLICED_BELOW = 640
 """With fewer tiles of rows, slices of K run in blocks of their own."""
 SOME_STAGES = {16: (4, 4), 32: (4, 4), 64: (4, 2)}
@@ -87,6 +89,11 @@ class Prepared:
     def scaled(self) -> bool:
         """Whether rows have scales."""
         return self.values.dtype is torch.float16
+
+
+def copies_tiles(machine: Machine) -> bool:
+    """Whether the GPU copies tiles of a matrix by itself."""
+    return bool(torch.cuda.get_device_capability(machine.device) >= (9, 0))
 
 
 def at(x: torch.Tensor | None) -> int | None:

@@ -73,9 +73,13 @@ template <bool NORM, bool PAIR> struct Few {
   }
 
   __device__ __forceinline__ float sum(const float* part, int column, int row) const {
-    float total = 0;
-    for (int i = 0, slices = (units + slice - 1) / slice; i < slices; ++i)
-      total = __fadd_rn(total, part[(i * columns + column) * 16 + row]);
+    float of[8], total = 0;
+    const int slices = (units + slice - 1) / slice;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) of[i] = i < slices ? part[(i * columns + column) * 16 + row] : 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      if (i < slices) total = __fadd_rn(total, of[i]);
     return total;
   }
 
@@ -110,9 +114,11 @@ template <bool NORM, bool PAIR> struct Few {
     const bool used = lane / 4 < columns;
     const u16* x = used ? staged() + lane / 4 * x_step() + lane % 4 * 16 + first * UNIT : zeros;
     const int x_unit = used ? UNIT : 0;
-    const int token = threadIdx.x / 16, row = threadIdx.x % 16;
+    const int row = threadIdx.x % 16;
     int now = 0, buffer = 0;
     for (int v = 0; v < mine; ++v) {
+      // Other warps finish each tile, so that none falls behind.
+      const int token = ((int)threadIdx.x - (PAIR ? v / 2 : v) * 64 & THREADS - 1) / 16;
       const int out_row = (PAIR ? tile(v & ~1) : tile(v)) * 16 + row;
       const bool writes = token < a.n && out_row < (PAIR ? a.tiles * 16 : a.rows);
       float add = 0, bias = 0;
