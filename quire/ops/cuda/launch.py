@@ -91,11 +91,6 @@ class Prepared:
         return self.values.dtype is torch.float16
 
 
-def copies_tiles(machine: Machine) -> bool:
-    """Whether the GPU copies tiles of a matrix by itself."""
-    return bool(torch.cuda.get_device_capability(machine.device) >= (9, 0))
-
-
 def at(x: torch.Tensor | None) -> int | None:
     """Where a tensor lies, as kernels take it."""
     return None if x is None else int(x.data_ptr())

@@ -129,9 +129,7 @@ class Multiplying(Arrays):
         """Activations and weights as a kernel takes them: by the copy engine where there is one."""
         whole = not (w.format.bits or x.fine or w.first or w.cols % 64)
         narrow = w.format.dtype is not torch.float32 and TensorDescriptor is not None
-        if not (
-            whole and narrow and not self.machine.interpreted and launch.copies_tiles(self.machine)
-        ):
+        if not (whole and narrow and self.machine.launches_ahead):
             return x.values, w.q, False
         made = TensorDescriptor.from_tensor
         return made(x.values, [tile["BT"], 64]), made(w.q, [tile["BR"], 64]), True
