@@ -17,12 +17,14 @@ FEW, SOME = 4, 64
 and tokens that the one for some takes."""
 _THREADS, _WARPS = 256, 8
 _SOME_THREADS, _SOME_WARPS = 128, 4
+GATED_FROM = 33
+"""With fewer tokens, gate and up are cheaper in slices than in one product with the activation."""
 SLICED_BELOW = 640
 """With fewer tiles of rows, slices of K run in blocks of their own."""
 SOME_STAGES = {16: (4, 4), 32: (4, 4), 64: (4, 2)}
 """By tokens: units in flight, and blocks on a multiprocessor."""
-STAGES: dict[int, tuple[tuple[int, int], ...]] = {
-    0: ((5, 2), (3, 2)), 4: ((12, 3), (8, 3), (4, 2)), 8: ((8, 3), (6, 3), (3, 2)),
+STAGES: dict[int, tuple[tuple[int, int, int], ...]] = {
+    0: ((5, 2, 2), (3, 2, 2)), 4: ((12, 2, 2), (4, 2, 2)), 8: ((8, 2, 2), (3, 2, 2)),
 }  # fmt: skip
 """By bits of a weight: units that a warp has in flight, and blocks on a multiprocessor."""
 _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int, ctypes.c_float
@@ -143,12 +145,12 @@ def _fitting(on: Native, w: Segment, name: str, columns: int) -> tuple[Kernel, i
     fixed = buffers * _WARPS * TILE * columns * 4 + columns * (-(-w.cols // UNIT) * UNIT + 8) * 2
     unit = w.format.unit_bytes if w.format.bits else TILE * UNIT * 2
     best = None
-    for stages, blocks in STAGES[w.format.bits]:
+    for stages, bound, blocks in STAGES[w.format.bits]:
         kernel = on.kernel(
-            ("common", "few"), name, _THREADS, WEIGHTS=w.format.native, STAGES=stages, BLOCKS=blocks
+            ("common", "few"), name, _THREADS, WEIGHTS=w.format.native, STAGES=stages, BLOCKS=bound
         )
         shared = _WARPS * stages * unit + fixed
-        found = kernel.resident(shared)
+        found = min(kernel.resident(shared), blocks)
         if found and (best is None or found > best[2]):
             best = kernel, shared, found
         if found >= blocks:

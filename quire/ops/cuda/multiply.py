@@ -20,6 +20,10 @@ from quire.ops.cuda.matrices import Segment
 
 _FULL = 200
 """Programs that keep a large GPU busy: with fewer, slices do run in parallel."""
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # an older Triton: kernels compute addresses themselves
+    TensorDescriptor = None
 MULTIPLY = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
@@ -42,14 +46,14 @@ def tile_of(w: Segment, tokens: int) -> dict[str, Any]:
     elif w.format.bits:
         how["num_stages"] = 2
     elif tokens > SOME:
-        size, how = {"BR": 128, "BT": 128, "BK": 64}, {"num_warps": 8, "num_stages": 3}
+        size["BT"] = 128
     return size | how | {"EVEN": w.cols % size["BK"] == 0}
 
 
 def gated_tile_of(w: Segment, tokens: int) -> dict[str, Any]:
     """The same for products that have gate and up: of rows there are twice as many."""
     if tokens > SOME:
-        size, how = {"BR": 64, "BT": 128, "BK": 64}, {"num_warps": 8, "num_stages": 3}
+        size, how = {"BR": 64, "BT": 128, "BK": 64}, {"num_warps": 8, "num_stages": 4}
     else:
         size = {"BR": 64, "BT": min(power_of_two(tokens, 16), 64), "BK": 64}
         how = {"num_warps": 4, "num_stages": 4}
@@ -69,7 +73,7 @@ class Multiplying(Arrays):
         """Activations in the type that a weight is multiplied in."""
         n = x.shape[0]
         fine = fine and kind is not torch.float32
-        if kind is torch.float32 and norm is None and not act:
+        if x.base.dtype is kind and norm is None and not act:
             return Prepared(x.values, x.values, n, False)
         values = self.machine.empty(n * (1 + fine), cols, dtype=self.machine.half(kind))
         scales = self.machine.empty(n)
@@ -109,17 +113,26 @@ class Multiplying(Arrays):
         """act(gate) · up of a segment that has the rows of both, in this type."""
         rows = w.rows // 2
         out = self.machine.empty(x.n, rows, dtype=kind)
-        if w.format.bits:
-            if x.n <= SOME:
-                launch.product_some(self.machine, x, w, out, act=act)
-                return out
-            w = self._expanded(w)
+        if w.format.bits and x.n <= SOME:
+            launch.product_some(self.machine, x, w, out, act=act)
+            return out
+        w = self._expanded(w) if w.format.bits else w
         tile = gated_tile_of(w, x.n)
+        values, q, tma = self._operands(x, w, tile)
         kernels.gated[(triton.cdiv(rows, tile["BR"]), triton.cdiv(x.n, tile["BT"]))](
-            x.values, w.q, out, x.scales, x.n, rows, w.cols, w.slice_cols, ACT=act,
-            SCALED=x.scaled, **tile,
+            values, q, out, x.scales, x.n, rows, w.cols, w.slice_cols, ACT=act,
+            SCALED=x.scaled, TMA=tma, **tile,
         )  # fmt: skip
         return out
+
+    def _operands(self, x: Prepared, w: Segment, tile: dict[str, Any]) -> tuple[Any, Any, bool]:
+        """Activations and weights as a kernel takes them: by the copy engine where there is one."""
+        whole = not (w.format.bits or x.fine or w.first or w.cols % 64)
+        narrow = w.format.dtype is not torch.float32 and TensorDescriptor is not None
+        if not (whole and narrow and self.machine.launches_ahead):
+            return x.values, w.q, False
+        made = TensorDescriptor.from_tensor
+        return made(x.values, [tile["BT"], 64]), made(w.q, [tile["BR"], 64]), True
 
     def _expanded(self, w: Segment) -> Segment:
         """For many tokens: quantised weights unpacked once, instead of by every tile."""
@@ -131,8 +144,14 @@ class Multiplying(Arrays):
         """By torch's product, if it has this one."""
         if self.machine.interpreted or x.fine or w.format.dtype is torch.float32 or w.first:
             return False
-        values = torch.mm(x.values, w.q.T, out_dtype=torch.float32)
-        Slices(self.machine, values[None], x, to.bias, to.into).join(to.out)
+        weights, plain = w.q.T, not x.scaled and to.bias is None
+        if plain and to.into and to.out.is_contiguous():
+            torch.addmm(to.out, x.values, weights, out_dtype=torch.float32, out=to.out)
+        elif plain and to.out.is_contiguous():
+            torch.mm(x.values, weights, out_dtype=torch.float32, out=to.out)
+        else:
+            values = torch.mm(x.values, weights, out_dtype=torch.float32)
+            Slices(self.machine, values[None], x, to.bias, to.into).join(to.out)
         return True
 
     def _in_slices(self, x: Prepared, w: Segment, to: Sum, tile: dict[str, Any]) -> Slices | None:
@@ -154,9 +173,10 @@ class Multiplying(Arrays):
     ) -> None:
         f, bias = w.format, to.bias
         grid = triton.cdiv(w.rows, tile["BR"]), triton.cdiv(x.n, tile["BT"]), 1
+        values, q, tma = self._operands(x, w, tile)
         kernels.product[(*grid[:2], w.slices if split else 1)](
-            x.values, w.q, out, out if bias is None else bias, out, x.scales, x.n, w.rows, w.cols,
+            values, q, out, out if bias is None else bias, out, x.scales, x.n, w.rows, w.cols,
             out.stride(-2), w.slice_cols, BITS=f.bits, GROUP=f.group, MINIMUM=f.minimum,
-            MULTIPLY=MULTIPLY[self.machine.half(f.multiply)], SPLIT=split, FINE=x.fine,
+            MULTIPLY=MULTIPLY[self.machine.half(f.multiply)], SPLIT=split, FINE=x.fine, TMA=tma,
             SCALED=x.scaled, BIAS=bias is not None, INTO=to.into, **tile,
         )  # fmt: skip

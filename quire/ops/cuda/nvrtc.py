@@ -21,7 +21,7 @@ import torch
 from quire.ops.cuda.driver import call
 
 SOURCES = Path(__file__).parent / "csrc"
-_MOST_SHARED, _CARVEOUT, _ALL = 8, 9, 100
+_OWN_SHARED, _MOST_SHARED, _CARVEOUT, _ALL = 1, 8, 9, 100
 _OVERLAP = 6  # the attribute that lets a kernel start early
 
 
@@ -144,10 +144,12 @@ class Kernel:
 
     def __init__(self, module: ctypes.c_void_p, name: str, threads: int, most_shared: int) -> None:
         self.threads = threads
-        self._most_shared = most_shared
         self._function = ctypes.c_void_p()
         call("cuModuleGetFunction", ctypes.byref(self._function), module, name.encode())
-        for attribute, value in ((_MOST_SHARED, most_shared), (_CARVEOUT, _ALL)):
+        own = ctypes.c_int()  # what it declares itself comes on top of what it is given
+        call("cuFuncGetAttribute", ctypes.byref(own), _OWN_SHARED, self._function)
+        self._most_shared = most_shared - own.value
+        for attribute, value in ((_MOST_SHARED, self._most_shared), (_CARVEOUT, _ALL)):
             call("cuFuncSetAttribute", self._function, attribute, value)
         self._fits: dict[int, int] = {}
 
@@ -197,9 +199,8 @@ class Native:
                 module = ctypes.c_void_p()
                 call("cuModuleLoadData", ctypes.byref(module), code)
                 self._modules[module_key] = module
-            # What a kernel declares itself comes on top of what it is given.
-            most = self.most_shared - 1024
-            self._kernels[key] = Kernel(self._modules[module_key], name, threads, most)
+            module = self._modules[module_key]
+            self._kernels[key] = Kernel(module, name, threads, self.most_shared)
         return self._kernels[key]
 
     @property

@@ -68,15 +68,18 @@ class Matrices(Multiplying):
         need(up.rows == 2 * width, f"gate and up have {up.rows} rows, not {2 * width}")
         need(x.shape[1] == up.cols, f"x of shape {x.shape} where {up.cols} columns are needed")
         weight = row_of(norm, up.cols, "norm")
-        if n and (middle := self._gated(array_of(x), up, weight, eps, act)) is not None:
+        kinds = {segment.format.multiply for segment in matrix_of(down).segments}
+        kind = torch.bfloat16 if kinds == {torch.bfloat16} else torch.float32
+        if n and (middle := self._gated(array_of(x), up, weight, eps, act, kind)) is not None:
             return self._linear(middle, matrix_of(down), into=into)
         both = self._linear(x, up, norm, eps)
         return self._linear(both, matrix_of(down), act=act, into=into)
 
     def _gated(
-        self, x: CudaArray, w: CudaMatrix, norm: torch.Tensor, eps: float, act: int
-    ) -> CudaArray | None:
-        """act(gate) · up in one product, where a kernel has both at hand."""
+        self, x: CudaArray, w: CudaMatrix, norm: torch.Tensor, eps: float, act: int,
+        kind: torch.dtype,
+    ) -> CudaArray | None:  # fmt: skip
+        """act(gate) · up in one product, where that is best; of some tokens in this type."""
         segment, n, rows = w.segments[0], x.shape[0], w.rows // 2
         if self.machine.interpreted or len(w.segments) > 1 or rows % TILE:
             return None
@@ -86,8 +89,12 @@ class Matrices(Multiplying):
             out = self.machine.empty(n, rows)
             if launch.product_few(self.machine, x.values, segment, norm, eps, out, act=act):
                 return self.new(out)
+        if segment.format.bits and n < launch.GATED_FROM:
+            return None
+        if n <= launch.FEW or segment.format.bits:
+            kind = torch.float32
         prepared = self.prepare(x, w.cols, norm, eps, 0, segment.format.multiply)
-        return self.new(self.gated(prepared, segment, act, torch.float32))
+        return self.new(self.gated(prepared, segment, act, kind))
 
     def _linear(
         self, x: Array, w: CudaMatrix, norm: Array | None = None, eps: float = 0.0, *, act: int = 0,
@@ -101,8 +108,7 @@ class Matrices(Multiplying):
         out = self.new(self.machine.empty(*shape)) if into is None else into
         if shape[0]:
             to = Sum(values_of(out), bias, into is not None)
-            pending = self._multiply(array_of(x), w, weight, eps, act, to, fine)
-            array_of(out).pending = pending
+            array_of(out).pending = self._multiply(array_of(x), w, weight, eps, act, to, fine)
         return out
 
     def _multiply(

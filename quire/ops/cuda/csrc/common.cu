@@ -185,23 +185,32 @@ struct Row {
   }
 };
 
+// The same for rows of whole fours, which lie on 16 bytes.
+struct WholeRow {
+  const float* x;
+  int cols;
+  __device__ __forceinline__ float4 at(int c) const { return load4(x + c); }
+};
+
 // Weights of a norm, or as much of them as KEEP steps of the block hold: they can be read early.
-template <int KEEP> struct NormWeights {
+template <int KEEP, bool WHOLE = false> struct NormWeights {
   float4 kept[KEEP];
   const float* weight;
   int cols;
   __device__ __forceinline__ NormWeights(const float* w, int n) : weight(w), cols(n) {
     if (weight)
 #pragma unroll
-      for (int j = 0; j < KEEP; ++j) kept[j] = row4(weight, (j * THREADS + threadIdx.x) * 4, cols);
+      for (int j = 0; j < KEEP; ++j)
+        if ((j * THREADS + threadIdx.x) * 4 < cols) kept[j] = at((j * THREADS + threadIdx.x) * 4);
   }
+  __device__ __forceinline__ float4 at(int c) const { return WHOLE ? load4(weight + c) : row4(weight, c, cols); }
 };
 
 // Hands each four columns of a row to `put(column, values)`: normed where there are weights, and with
 // SCALED times the power of two that brings the largest into [1024, 2048), so that no float16
 // overflows. Returns what undoes the scale. KEEP steps of 1,024 columns are read only once.
-template <bool SCALED, int KEEP, class Source, class Put>
-__device__ __forceinline__ float stage(const Source& row, const NormWeights<KEEP>& norm, float eps, float* room, Put put) {
+template <bool SCALED, int KEEP, bool WHOLE, class Source, class Put>
+__device__ __forceinline__ float stage(const Source& row, const NormWeights<KEEP, WHOLE>& norm, float eps, float* room, Put put) {
   float4 v[KEEP];
   const int first = threadIdx.x * 4, step = THREADS * 4, kept = KEEP * step;
 #pragma unroll
@@ -219,7 +228,7 @@ __device__ __forceinline__ float stage(const Source& row, const NormWeights<KEEP
   }
   auto later = [&](int c) {
     float4 y = row.at(c);
-    return norm.weight ? normed(y, inverse, row4(norm.weight, c, row.cols)) : y;
+    return norm.weight ? normed(y, inverse, norm.at(c)) : y;
   };
   float scale = 1.0f, undo = 1.0f;
   if (SCALED) {
@@ -275,61 +284,64 @@ template <int BITS, int GROUP, int MINIMUM> struct Quantised {
   static constexpr int record = 2 * (UNIT / GROUP) * (1 + MINIMUM) * 2;
   static constexpr int bytes = levels + 8 * record;
 
+  // Where a lane's part of a tile's unit lies; the next unit is `step` bytes further.
+  static constexpr int step = bytes;
+  static __device__ __forceinline__ const u8* find(const u8* w, u64 tile, int cols, int unit, int lane) {
+    return w + (tile * ((cols + UNIT - 1) / UNIT) + unit) * bytes + lane * 16;
+  }
+
   // A unit to shared memory, by one warp.
-  static __device__ __forceinline__ void copy(u32 to, const u8* w, u64 tile, int, int cols, int unit, int lane) {
-    const u8* from = w + (tile * ((cols + UNIT - 1) / UNIT) + unit) * bytes;
+  static __device__ __forceinline__ void copy(u32 to, const u8* from, int, int, int lane) {
 #pragma unroll
     for (int at = 0; at < bytes; at += 512)
-      if (at + 512 <= bytes || lane * 16 < bytes - at) copy16(to + at + lane * 16, from + at + lane * 16);
+      if (at + 512 <= bytes || lane * 16 < bytes - at) copy16(to + at + lane * 16, from + at);
   }
 
-  static __device__ __forceinline__ void scales(const u8* unit, int g, int group, u32 scale[2], u32 minimum[2]) {
-    const u32* r = (const u32*)(unit + levels + g * record);
-    if (MINIMUM) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        u32 both = r[group * 2 + h];
-        scale[h] = __byte_perm(both, both, 0x1010);
-        minimum[h] = __byte_perm(both, both, 0x3232);
-      }
-    } else {
-      u32 both = r[group];
-      scale[0] = __byte_perm(both, both, 0x1010);
-      scale[1] = __byte_perm(both, both, 0x3232);
-    }
-  }
-
-  static __device__ __forceinline__ u32 value(u32 level, u32 scale, u32 minimum) {
-    return MINIMUM ? fma2(level, scale, minimum) : mul2(level, scale);
-  }
-
-  // The operands of the unit's four steps of 16 columns.
-  static __device__ __forceinline__ void operands(const u8* unit, int lane, u32 a[4][4]) {
+  // What a lane reads of a unit.
+  struct Raw {
     uint4 w[BITS / 4];
+    u32 factors[record / 4];
+  };
+  static __device__ __forceinline__ Raw read(const u8* unit, int lane) {
+    Raw raw;
 #pragma unroll
-    for (int i = 0; i < BITS / 4; ++i) w[i] = *(const uint4*)(unit + i * 512 + lane * 16);
-    u32 scale[2], minimum[2];
+    for (int i = 0; i < BITS / 4; ++i) raw.w[i] = *(const uint4*)(unit + i * 512 + lane * 16);
+    const u8* at = unit + levels + lane / 4 * record;
 #pragma unroll
-    for (int s = 0; s < 4; ++s) {
-      if (s * 16 % GROUP == 0) scales(unit, lane / 4, s * 16 / GROUP, scale, minimum);
-      u32 level[4];
-      if (BITS == 4) {
-        u32 word = s == 0 ? w[0].x : s == 1 ? w[0].y : s == 2 ? w[0].z : w[0].w;
-        level[0] = sub2(masked_1024<0x000f000f>(word), 0x64006400);
-        level[1] = fma2(masked_1024<0x00f000f0>(word), 0x2c002c00, 0xd400d400);
-        word >>= 8;
-        level[2] = sub2(masked_1024<0x000f000f>(word), 0x64006400);
-        level[3] = fma2(masked_1024<0x00f000f0>(word), 0x2c002c00, 0xd400d400);
-      } else {
-        uint4 half = w[s / 2 * (BITS / 8)];
-        u32 low = s % 2 ? half.z : half.x, high = s % 2 ? half.w : half.y;
-        level[0] = sub2(__byte_perm(low, 0x64646464, 0x4140), 0x64806480);
-        level[1] = sub2(__byte_perm(low, 0x64646464, 0x4342), 0x64806480);
-        level[2] = sub2(__byte_perm(high, 0x64646464, 0x4140), 0x64806480);
-        level[3] = sub2(__byte_perm(high, 0x64646464, 0x4342), 0x64806480);
-      }
+    for (int i = 0; i < record; i += record < 16 ? 8 : 16)
+      if (record < 16)
+        *(uint2*)(raw.factors + i / 4) = *(const uint2*)(at + i);
+      else
+        *(uint4*)(raw.factors + i / 4) = *(const uint4*)(at + i);
+    return raw;
+  }
+
+  // The operand of one of the unit's four steps of 16 columns.
+  static __device__ __forceinline__ void operand(const Raw& raw, int s, u32 a[4]) {
+    u32 level[4];
+    const uint4 w = raw.w[BITS == 4 ? 0 : s / 2];
+    if (BITS == 4) {
+      u32 word = s == 0 ? w.x : s == 1 ? w.y : s == 2 ? w.z : w.w;
+      level[0] = sub2(masked_1024<0x000f000f>(word), 0x64006400);
+      level[1] = fma2(masked_1024<0x00f000f0>(word), 0x2c002c00, 0xd400d400);
+      word >>= 8;
+      level[2] = sub2(masked_1024<0x000f000f>(word), 0x64006400);
+      level[3] = fma2(masked_1024<0x00f000f0>(word), 0x2c002c00, 0xd400d400);
+    } else {
+      u32 low = s % 2 ? w.z : w.x, high = s % 2 ? w.w : w.y;
+      level[0] = sub2(__byte_perm(low, 0x64646464, 0x4140), 0x64806480);
+      level[1] = sub2(__byte_perm(low, 0x64646464, 0x4342), 0x64806480);
+      level[2] = sub2(__byte_perm(high, 0x64646464, 0x4140), 0x64806480);
+      level[3] = sub2(__byte_perm(high, 0x64646464, 0x4342), 0x64806480);
+    }
+    const int group = s * 16 / GROUP;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) a[s][i] = value(level[i], scale[i % 2], minimum[i % 2]);
+    for (int i = 0; i < 4; ++i) {  // rows g and g+8 by turns
+      const u32 both = raw.factors[MINIMUM ? group * 2 + i % 2 : group];
+      if (MINIMUM)
+        a[i] = fma2(level[i], __byte_perm(both, both, 0x1010), __byte_perm(both, both, 0x3232));
+      else
+        a[i] = mul2(level[i], __byte_perm(both, both, i % 2 ? 0x3232 : 0x1010));
     }
   }
 };
@@ -340,22 +352,36 @@ template <class T> struct Dense {
   static constexpr bool dense = true;
   static constexpr int bytes = 2048;
 
-  static __device__ __forceinline__ void copy(u32 to, const u8* w, u64 tile, int rows, int cols, int unit, int lane) {
+  static constexpr int step = UNIT * 2;
+  static __device__ __forceinline__ const u8* find(const u8* w, u64 tile, int cols, int unit, int lane) {
+    return w + ((tile * 16 + lane / 8) * cols + unit * UNIT + lane % 8 * 8) * 2;
+  }
+
+  // Rows from `left` on, behind the last one, become zeros.
+  static __device__ __forceinline__ void copy(u32 to, const u8* from, int left, int cols, int lane) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       int r = i * 4 + lane / 8, c = lane % 8;
-      u64 row = tile * 16 + r < rows ? tile * 16 + r : rows - 1;
-      copy16(to + r * 128 + ((c ^ (r & 7)) << 4), w + (row * cols + unit * UNIT + c * 8) * 2);
+      copy16_if(to + r * 128 + ((c ^ (r & 7)) << 4), from + (u64)(i * 8) * cols, r < left);
     }
   }
 
-  static __device__ __forceinline__ void operands(const u8* unit, int lane, u32 a[4][4]) {
+  struct Raw {
+    u32 a[4][4];
+  };
+  static __device__ __forceinline__ Raw read(const u8* unit, int lane) {
+    Raw raw;
     int r = lane % 16;
     u32 row = shared_address(unit) + r * 128;
 #pragma unroll
     for (int s = 0; s < 4; ++s)
       asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                   : "=r"(a[s][0]), "=r"(a[s][1]), "=r"(a[s][2]), "=r"(a[s][3])
+                   : "=r"(raw.a[s][0]), "=r"(raw.a[s][1]), "=r"(raw.a[s][2]), "=r"(raw.a[s][3])
                    : "r"(row + (((2 * s + lane / 16) ^ (r & 7)) << 4)) : "memory");
+    return raw;
+  }
+  static __device__ __forceinline__ void operand(const Raw& raw, int s, u32 a[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = raw.a[s][i];
   }
 };

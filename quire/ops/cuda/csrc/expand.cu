@@ -14,12 +14,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) expand(const __grid_consta
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int units = (a.cols + UNIT - 1) / UNIT, unit = blockIdx.y * (THREADS / 32) + warp;
   if (unit < units) {
-    u32 w[4][4];
-    W::operands(a.w + ((u64)blockIdx.x * units + unit) * W::bytes, lane, w);
+    const typename W::Raw raw = W::read(a.w + ((u64)blockIdx.x * units + unit) * W::bytes, lane);
 #pragma unroll
-    for (int s = 0; s < 4; ++s)
+    for (int s = 0; s < 4; ++s) {
+      u32 w[4];
+      W::operand(raw, s, w);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) *(u32*)&room[warp][g + i % 2 * 8][s * 16 + i / 2 * 8 + t * 2] = w[s][i];
+      for (int i = 0; i < 4; ++i) *(u32*)&room[warp][g + i % 2 * 8][s * 16 + i / 2 * 8 + t * 2] = w[i];
+    }
     __syncwarp();
   }
   wait_for_previous();  // which may still read what `out` held before

@@ -21,7 +21,7 @@ extern __shared__ __align__(128) u8 memory[];
 template <bool NORM, bool PAIR> struct Few {
   typedef WEIGHTS W;
   typedef typename W::Type T;
-  static constexpr int KEEP = NORM ? 5 : 8;
+  static constexpr int KEEP = NORM ? 3 : 10;
   static constexpr int BUFFERS = PAIR ? 4 : 2;
 
   const FewArgs& a;
@@ -45,10 +45,6 @@ template <bool NORM, bool PAIR> struct Few {
     return blockIdx.x + v * gridDim.x;
   }
 
-  __device__ __forceinline__ void fetch(int into, int v, int u) const {
-    W::copy(shared_address(slot(into)), a.w, tile(v), a.rows, a.cols, first + u, lane);
-  }
-
   // Tokens as 16 bits in shared memory, in the order in which lanes read them.
   __device__ __forceinline__ void put(int token, int c, float4 v) const {
     int s = c / 16 % 4, p = c % 16;
@@ -63,23 +59,27 @@ template <bool NORM, bool PAIR> struct Few {
     }
   }
 
-  __device__ __forceinline__ void take(const NormWeights<KEEP>& norm, float* undo, float* room) const {
+  __device__ __forceinline__ void take(const NormWeights<KEEP, true>& norm, float* undo, float* room) const {
     if (a.cols % UNIT) {  // zeros behind the last column, which in this order is not at the end
       for (int i = threadIdx.x; i < columns * UNIT; i += THREADS)
         staged()[i / UNIT * x_step() + (units - 1) * UNIT + i % UNIT] = 0;
       __syncthreads();
     }
     for (int token = 0; token < a.n; ++token) {
-      Row row{a.x + token * a.x_stride, a.cols, 0};
-      float back = stage<T::scaled, KEEP>(row, norm, a.eps, room, [&](int c, float4 v) { put(token, c, v); });
+      WholeRow row{a.x + token * a.x_stride, a.cols};
+      float back = stage<T::scaled>(row, norm, a.eps, room, [&](int c, float4 v) { put(token, c, v); });
       if (threadIdx.x == 0) undo[token] = back;
     }
   }
 
   __device__ __forceinline__ float sum(const float* part, int column, int row) const {
-    float total = 0;
-    for (int i = 0, slices = (units + slice - 1) / slice; i < slices; ++i)
-      total = __fadd_rn(total, part[(i * columns + column) * 16 + row]);
+    float of[8], total = 0;
+    const int slices = (units + slice - 1) / slice;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) of[i] = i < slices ? part[(i * columns + column) * 16 + row] : 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      if (i < slices) total = __fadd_rn(total, of[i]);
     return total;
   }
 
@@ -91,26 +91,34 @@ template <bool NORM, bool PAIR> struct Few {
 
   __device__ __forceinline__ void run() const {
     __shared__ float undo[4], room[THREADS / 32];
+    __shared__ __align__(16) u16 zeros[16];
     let_next_start();
-    int next_v = 0, next_u = 0;  // what is fetched next
+    if (threadIdx.x < 16) zeros[threadIdx.x] = 0;
+    int next_v = 0, next_u = 0;  // what is fetched next, and where it lies
+    const u8* from = W::find(a.w, tile(0), a.cols, first, lane);
     auto fetch_next = [&](int into) {
       if (count && next_v < mine) {
-        fetch(into, next_v, next_u);
-        if (++next_u == count) next_u = 0, ++next_v;
+        W::copy(shared_address(slot(into)), from, a.rows - tile(next_v) * 16, a.cols, lane);
+        from += W::step;
+        if (++next_u == count) next_u = 0, from = W::find(a.w, tile(++next_v), a.cols, first, lane);
       }
       commit_copies();
     };
 #pragma unroll
     for (int i = 0; i < STAGES; ++i) fetch_next(i);
-    NormWeights<KEEP> norm(NORM ? a.norm : nullptr, a.cols);
+    NormWeights<KEEP, true> norm(NORM ? a.norm : nullptr, a.cols);
     wait_for_previous();
     take(norm, undo, room);
     __syncthreads();
-    const u16* x = staged() + lane / 4 * x_step() + lane % 4 * 16;
+    // Columns without a token read the same zeros again and again.
     const bool used = lane / 4 < columns;
-    const int token = threadIdx.x / 16, row = threadIdx.x % 16;
+    const u16* x = used ? staged() + lane / 4 * x_step() + lane % 4 * 16 + first * UNIT : zeros;
+    const int x_unit = used ? UNIT : 0;
+    const int row = threadIdx.x % 16;
     int now = 0, buffer = 0;
     for (int v = 0; v < mine; ++v) {
+      // Other warps finish each tile, so that none falls behind.
+      const int token = ((int)threadIdx.x - (PAIR ? v / 2 : v) * 64 & THREADS - 1) / 16;
       const int out_row = (PAIR ? tile(v & ~1) : tile(v)) * 16 + row;
       const bool writes = token < a.n && out_row < (PAIR ? a.tiles * 16 : a.rows);
       float add = 0, bias = 0;
@@ -122,20 +130,20 @@ template <bool NORM, bool PAIR> struct Few {
       for (int u = 0; u < count; ++u) {
         wait_copies<STAGES - 1>();
         __syncwarp();
-        u32 w[4][4];
-        W::operands(slot(now), lane, w);
-        uint4 b0 = {0, 0, 0, 0}, b1 = {0, 0, 0, 0};
-        if (used) {
-          b0 = *(const uint4*)(x + (first + u) * UNIT);
-          b1 = *(const uint4*)(x + (first + u) * UNIT + 8);
-        }
+        const typename W::Raw raw = W::read(slot(now), lane);
+        const uint4 b0 = *(const uint4*)(x + u * x_unit), b1 = *(const uint4*)(x + u * x_unit + 8);
         __syncwarp();
         fetch_next(now);
         now = now + 1 == STAGES ? 0 : now + 1;
-        T::multiply(c, w[0], b0.x, b0.y);
-        T::multiply(c, w[1], b0.z, b0.w);
-        T::multiply(c, w[2], b1.x, b1.y);
-        T::multiply(c, w[3], b1.z, b1.w);
+        u32 w[4];
+        W::operand(raw, 0, w);
+        T::multiply(c, w, b0.x, b0.y);
+        W::operand(raw, 1, w);
+        T::multiply(c, w, b0.z, b0.w);
+        W::operand(raw, 2, w);
+        T::multiply(c, w, b1.x, b1.y);
+        W::operand(raw, 3, w);
+        T::multiply(c, w, b1.z, b1.w);
       }
       float* part = parts(buffer) + warp * columns * 16 + lane / 4;
 #pragma unroll

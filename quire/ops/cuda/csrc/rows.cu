@@ -98,7 +98,7 @@ __device__ __forceinline__ void prepare_row(const PrepareArgs& a, const Source& 
       }
     }
   };
-  float undo = stage<T::scaled, KEEP>(row, norm, a.eps, room, put);
+  float undo = stage<T::scaled>(row, norm, a.eps, room, put);
   if (T::scaled && threadIdx.x == 0) a.undo[blockIdx.x] = undo;
 }
 
@@ -129,5 +129,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) prepare_float(const __grid
   NormWeights<3> norm(a.norm, cols);
   wait_for_previous();
   const Row row{a.x + blockIdx.x * a.x_stride, cols, a.act};
-  stage<false, 3>(row, norm, a.eps, room, [&](int c, float4 v) { store4(out, c, cols, v); });
+  stage<false>(row, norm, a.eps, room, [&](int c, float4 v) { store4(out, c, cols, v); });
 }

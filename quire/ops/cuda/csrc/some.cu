@@ -47,8 +47,11 @@ template <int KIND> struct Some {
   __device__ __forceinline__ void fetch_weights(int into, int u) const {
     const int last = (KIND == GATED ? 2 : 1) * a.tiles - 1;
 #pragma unroll
-    for (int m = 0; m < TILES; ++m)
-      W::copy(shared_address(stage_w(into, m)), a.w, min(tile(m), last), a.rows, a.cols, first + u, lane);
+    for (int m = 0; m < TILES; ++m) {
+      const int t = min(tile(m), last);
+      const u8* from = W::find(a.w, t, a.cols, first + u, lane);
+      W::copy(shared_address(stage_w(into, m)), from, a.rows - t * 16, a.cols, lane);
+    }
   }
 
   // A row of x for each column of the tile; with `fine` the second half has what rounding lost.
@@ -69,13 +72,16 @@ template <int KIND> struct Some {
   }
 
   __device__ __forceinline__ void multiply(int at, float c[TILES][GROUPS][4]) const {
-    u32 w[TILES][4][4];
+    typename W::Raw raw[TILES];
 #pragma unroll
-    for (int m = 0; m < TILES; ++m) W::operands(stage_w(at, m), lane, w[m]);
+    for (int m = 0; m < TILES; ++m) raw[m] = W::read(stage_w(at, m), lane);
     const u32 x = shared_address(stage_x(at));
     const int r = lane / 16 * 8 + lane % 8, chunk = lane / 8 % 2;
 #pragma unroll
-    for (int s = 0; s < 4; ++s)
+    for (int s = 0; s < 4; ++s) {
+      u32 w[TILES][4];
+#pragma unroll
+      for (int m = 0; m < TILES; ++m) W::operand(raw[m], s, w[m]);
 #pragma unroll
       for (int j = 0; j < GROUPS / 2; ++j) {
         u32 b[4];
@@ -84,10 +90,11 @@ template <int KIND> struct Some {
                      : "r"(x + (j * 16 + r) * 128 + (((2 * s + chunk) ^ (r & 7)) << 4)) : "memory");
 #pragma unroll
         for (int m = 0; m < TILES; ++m) {
-          T::multiply(c[m][2 * j], w[m][s], b[0], b[1]);
-          T::multiply(c[m][2 * j + 1], w[m][s], b[2], b[3]);
+          T::multiply(c[m][2 * j], w[m], b[0], b[1]);
+          T::multiply(c[m][2 * j + 1], w[m], b[2], b[3]);
         }
       }
+    }
   }
 
   __device__ __forceinline__ void store_slice(const float c[TILES][GROUPS][4]) const {

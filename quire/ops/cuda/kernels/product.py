@@ -59,8 +59,10 @@ def embed(
 @triton.jit
 def _sum(
     x, x_rows, x_inside, rest_rows, q, rows, row_inside, first, last, cols, slice_cols,
+    first_row, first_token,
     BR: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     MINIMUM: tl.constexpr, MULTIPLY: tl.constexpr, FINE: tl.constexpr, EVEN: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """Sums over columns first … last-1, slice by slice: [rows, tokens]; FINE: and of the rest.
 
@@ -76,12 +78,16 @@ def _sum(
         else:
             inside = row_inside[:, None] & (k < last)[None, :]
             y_inside = x_inside[None, :] & (k < last)[:, None]
-        if BITS == 0:
-            w = tl.load(q + rows[:, None] * cols + k[None, :], mask=inside, other=0.0)
+        if TMA:
+            w = q.load([first_row, start])
+            y = x.load([first_token, start]).T
         else:
-            w = _levels(q, rows[:, None], k[None, :], inside, cols, BITS, GROUP, MINIMUM)
+            if BITS == 0:
+                w = tl.load(q + rows[:, None] * cols + k[None, :], mask=inside, other=0.0)
+            else:
+                w = _levels(q, rows[:, None], k[None, :], inside, cols, BITS, GROUP, MINIMUM)
+            y = tl.load(x + x_rows[None, :] * cols + k[:, None], mask=y_inside, other=0.0)
         w = w.to(MULTIPLY)
-        y = tl.load(x + x_rows[None, :] * cols + k[:, None], mask=y_inside, other=0.0)
         some = tl.dot(w, y.to(MULTIPLY), some, input_precision="ieee")
         if FINE:
             y = tl.load(x + rest_rows[None, :] * cols + k[:, None], mask=y_inside, other=0.0)
@@ -119,7 +125,8 @@ def product(
     x, q, out, bias, into, x_scales, n, n_rows, cols, stride, slice_cols,
     BR: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     MINIMUM: tl.constexpr, MULTIPLY: tl.constexpr, SPLIT: tl.constexpr, FINE: tl.constexpr,
-    EVEN: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, INTO: tl.constexpr,
+    EVEN: tl.constexpr, TMA: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr,
+    INTO: tl.constexpr,
 ):  # fmt: skip
     """w · x for a tile of weight rows and tokens; with SPLIT one slice of it, into `out` as is."""
     rows = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
@@ -129,8 +136,9 @@ def product(
     first = part * slice_cols
     total, rest = _sum(
         x, tokens, token_inside, tokens + n, q, rows, row_inside, first,
-        tl.minimum(first + slice_cols, cols) if SPLIT else cols, cols, slice_cols, BR, BT, BK, BITS,
-        GROUP, MINIMUM, MULTIPLY, FINE, EVEN,
+        tl.minimum(first + slice_cols, cols) if SPLIT else cols, cols, slice_cols,
+        tl.program_id(0) * BR, tl.program_id(1) * BT, BR, BT, BK, BITS, GROUP, MINIMUM, MULTIPLY,
+        FINE, EVEN, TMA,
     )  # fmt: skip
     if SPLIT:
         inside = row_inside[:, None] & token_inside[None, :]
@@ -166,7 +174,7 @@ def _activated(gate, up, ACT: tl.constexpr):
 def gated(
     x, q, out, x_scales, n, n_rows, cols, slice_cols,
     BR: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, ACT: tl.constexpr, SCALED: tl.constexpr,
-    EVEN: tl.constexpr,
+    EVEN: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """act(gate) · up for a tile of rows of both and of tokens; up's rows follow gate's."""
     rows = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
@@ -181,11 +189,16 @@ def gated(
         if not EVEN:
             inside = inside & (k < cols)[None, :]
             y_inside = y_inside & (k < cols)[:, None]
-        y = tl.load(x + tokens[None, :] * cols + k[:, None], mask=y_inside, other=0.0)
-        w = tl.load(q + rows[:, None] * cols + k[None, :], mask=inside, other=0.0)
+        if TMA:
+            y = x.load([tl.program_id(1) * BT, start]).T
+            w = q.load([tl.program_id(0) * BR, start])
+            v = q.load([tl.program_id(0) * BR + n_rows, start])
+        else:
+            y = tl.load(x + tokens[None, :] * cols + k[:, None], mask=y_inside, other=0.0)
+            w = tl.load(q + rows[:, None] * cols + k[None, :], mask=inside, other=0.0)
+            v = tl.load(q + (rows + n_rows)[:, None] * cols + k[None, :], mask=inside, other=0.0)
         some_gate = tl.dot(w, y, some_gate)
-        w = tl.load(q + (rows + n_rows)[:, None] * cols + k[None, :], mask=inside, other=0.0)
-        some_up = tl.dot(w, y, some_up)
+        some_up = tl.dot(v, y, some_up)
         left -= BK
         if left == 0:
             left = slice_cols
@@ -254,8 +267,8 @@ def routed(
         row_inside = mine < n_rows
         rows = first_row + expert * n_rows + mine
         total, _ = _sum(
-            x, x_rows, pair_inside, x_rows, q, rows, row_inside, 0, cols, cols, slice_cols, BR, BT,
-            BK, BITS, GROUP, MINIMUM, MULTIPLY, False, EVEN,
+            x, x_rows, pair_inside, x_rows, q, rows, row_inside, 0, cols, cols, slice_cols, 0, 0,
+            BR, BT, BK, BITS, GROUP, MINIMUM, MULTIPLY, False, EVEN, False,
         )  # fmt: skip
         if SCALED:
             total *= tl.load(x_scales + x_rows, mask=pair_inside, other=0.0)[None, :]
