@@ -46,31 +46,36 @@ struct InPlaceArgs {
   int cols, channels;
 };
 
-extern "C" __global__ void __launch_bounds__(128, 5) in_place(const InPlaceArgs a) {
-  const Place p = place();
-  const int seq = blockIdx.y;
-  float4 s[2][PARTS];
-  float* page = a.states + seq * a.state_words + a.state_at;
+extern "C" __global__ void __launch_bounds__(128, 4) in_place(const InPlaceArgs a) {
+  constexpr int STEPS = DV / 16, AHEAD = 4;
+  Place p = place();
+  p.head = blockIdx.x, p.shared = p.head / (HEADS / K_HEADS);
+  const int seq = blockIdx.y, mine = (threadIdx.x >> 5) * 4 + p.group;
+  float* state = a.states + seq * a.state_words + a.state_at + p.head * DV * DK;
   wait_for_previous();
   let_next_start();
-  load_state(s, page, p, true);
+  float4 s[AHEAD][PARTS];
+  for (int i = 0; i < AHEAD; i++) load_part(s[i], state + (i * 16 + mine) * DK, p.lane8);
   RecurArgs like{};
   like.x = a.x, like.mixed = a.mixed, like.cols = a.cols, like.channels = a.channels;
   Token t;
   load_token(t, like, seq, p);
   const float decay = expf(a.a[p.head] * softplus(t.gate + a.dt_bias[p.head]));
-  const float rate = 1.f / (1.f + expf(-t.rate));
-  for (int r = 0; r < 2; r++) {
-    for (int j = 0; j < PARTS; j++) s[r][j] = scaled(s[r][j], decay);
-    float u = rate * (t.v[r] - over_row(dot(s[r], t.k)));
-    for (int j = 0; j < PARTS; j++) s[r][j] = added(s[r][j], u, t.k[j]);
-    float y = over_row(dot(s[r], t.q)) * rsqrtf((float)DK);
-    if (p.lane8 == 0) a.out[(long long)seq * VALUES + p.head * DV + p.split * ROWS + p.row[r]] = y;
+  const float rate = 1.f / (1.f + expf(-t.rate)), own = over_row(dot(t.k, t.q));
+#pragma unroll
+  for (int step = 0; step < STEPS; step++) {
+    float4* r = s[step % AHEAD];
+    const int column = step * 16 + mine;
+    float u = rate * (load(values_of(like, seq, p) + column) - decay * over_row(dot(r, t.k)));
+    float y = (decay * over_row(dot(r, t.q)) + own * u) * rsqrtf((float)DK);
+    if (p.lane8 == 0) a.out[(long long)seq * VALUES + p.head * DV + column] = y;
+    for (int j = 0; j < PARTS; j++)
+      ((float4*)(state + column * DK))[p.lane8 + 8 * j] = added(scaled(r[j], decay), u, t.k[j]);
+    if (step + AHEAD < STEPS) load_part(r, state + (column + 16 * AHEAD) * DK, p.lane8);
   }
-  store_state(s, page, p);
 }
 """
-"""One token of the gated delta rule for a head's columns: the state is read and written."""
+"""One token of the gated delta rule for a head: its state is read and written."""
 
 
 class InPlace(ctypes.Structure):
@@ -163,7 +168,7 @@ class Rig:
                 sizes = self.layout.state_page_bytes // 4, at // 4 + layer.tail_words
                 given = InPlace(*(t.data_ptr() for t in tensors), *sizes, layer.in_cols, CHANNELS)
                 stream = torch.cuda.current_stream().cuda_stream
-                kernel.launch(stream, (HEADS * 4, self.batch, 1), 0, given)
+                kernel.launch(stream, (HEADS, self.batch, 1), 0, given)
 
         return run
 
@@ -174,7 +179,7 @@ class Rig:
         rows = np.arange(self.batch, dtype=np.int32)
         bases = self.states.data_ptr(), self.logs.data_ptr()
         states: Any = self.ops.states(self.view(0), *bases, rows)
-        first, _, state_in, log_in, length, state_out, end, _, seq, page, slot = states.columns
+        first, _, state_in, log_in, length, state_out, end, _, seq, page, slot, _ = states.columns
         mixed = torch.empty(self.batch, CHANNELS, device="cuda")
 
         def run(layer: CudaLayer, at: int) -> None:

@@ -20,7 +20,7 @@ class _Recur(ctypes.Structure):
 
     _fields_ = (
         ("x", _P), ("mixed", _P), ("out", _P), ("a", _P), ("dt_bias", _P), ("skip", _P),
-        ("states", _P), ("logs", _P), ("columns", _P * 10), ("state_at", _L), ("log_at", _L),
+        ("states", _P), ("logs", _P), ("columns", _P * 12), ("related", _P), ("state_at", _L), ("log_at", _L),
         ("state_words", _L), ("log_words", _L), ("log_stride", _L), ("cols", _I),
         ("channels", _I), ("log_tokens", _I), ("dt_low", _F), ("dt_high", _F),
     )  # fmt: skip
@@ -79,22 +79,34 @@ def programs(layer: Shaped) -> int:
 def _shared(layer: Shaped) -> int:
     """Bytes of a Log of recur.cu."""
     pitch = ROWS + 4
-    return 4 * (ENTRIES * (layer.dk + pitch + 1) + 4 * ENTRIES + 2)
+    return 4 * ENTRIES * (layer.dk + pitch + 1)
 
 
 def recur(
     machine: Machine, layer: Shaped, tensors: Sequence[torch.Tensor], bases: tuple[int, int],
     columns: Sequence[torch.Tensor], offsets: tuple[int, int], words: tuple[int, int, int],
-    log_tokens: int, dt_limits: tuple[float, float],
+    log_tokens: int, dt_limits: tuple[float, float], single: bool,
 ) -> None:  # fmt: skip
-    """x, mixed, out, a, dt_bias and skip; then what `kernels.recur` takes as well."""
+    """x, mixed, out, a, dt_bias and skip; then what `kernels.recur` takes as well.
+
+    `single`: each sequence has one token, which goes into its log.
+    """
     arguments = _Recur(
         *(each.data_ptr() for each in tensors), *bases,
-        (_P * 10)(*(column.data_ptr() for column in columns)), *offsets, *words, layer.in_cols,
-        layer.channels, log_tokens, *dt_limits,
+        (_P * 12)(*(column.data_ptr() for column in columns)), None, *offsets, *words,
+        layer.in_cols, layer.channels, log_tokens, *dt_limits,
     )  # fmt: skip
-    grid = programs(layer), len(columns[0]), 1
-    stream = native(machine.device).stream
+    stream, n_seqs, n_tokens = native(machine.device).stream, len(columns[0]), len(columns[-1])
+    if single:
+        shared = 4 * (ENTRIES * (layer.dv + 4) + 2 * ENTRIES + 1)
+        decode = kernel_of(machine, layer, "decode")
+        decode.launch(stream, (layer.heads, n_seqs, 1), shared, arguments)
+        return
+    related = machine.empty(n_tokens, layer.k_heads, 2, ENTRIES)
+    arguments.related = related.data_ptr()
+    relate = kernel_of(machine, layer, "relate")
+    relate.launch(stream, (n_tokens, layer.k_heads, 1), 0, arguments)
+    grid = programs(layer), n_seqs, 1
     kernel_of(machine, layer, "recur").launch(stream, grid, _shared(layer), arguments)
 
 

@@ -1,11 +1,12 @@
 // Recurrent layers: new tokens behind a state and a log, and logs folded into states. The formulas
 // are those of kernels/recur.py, which is what runs where shapes are odd.
 //
-// A block has one head of one sequence and 32 columns of its values, which are rows of its state:
-// eight threads to a row, each with DK / 8 of its values in registers, four at a time. Sums over a
-// row are chains in a thread, then a tree over the eight; a row's share of the log is in the same
-// sum. So what a token gets depends on its head's values alone. Compiled for one shape: DK (a
-// multiple of 32), DV, HEADS, K_HEADS, TILED, DELTA.
+// A state is a row of DK values for each column of its values. Eight threads share a row, each with
+// DK / 8 of its values, four at a time. Sums over a row are chains in a thread, then a tree over the
+// eight; a row's share of the log is in the same sum. So what a token gets depends on its head's
+// values alone, whether it comes by itself (`decode`, which streams a whole head) or with others
+// (`recur`, which keeps 32 rows in registers). Compiled for one shape: DK (a multiple of 32), DV,
+// HEADS, K_HEADS, TILED, DELTA.
 
 constexpr int ROWS = 32;     // of a state in a block
 constexpr int ENTRIES = 16;  // of a log, at most
@@ -18,7 +19,8 @@ struct RecurArgs {
   float* out;
   const float *a, *dt_bias, *skip;
   float *states, *logs;
-  const int *first, *count, *state_in, *log_in, *length, *state_out, *state_end, *room, *page, *slot;
+  const int *first, *count, *state_in, *log_in, *length, *state_out, *state_end, *room, *seq, *page, *slot, *entry;
+  float* related;  // [tokens][K_HEADS][2][ENTRIES]: k, then q, times the keys before; q times its own at its entry
   long long state_at, log_at, state_words, log_words, log_stride;
   int cols, channels, log_tokens;
   float dt_low, dt_high;
@@ -36,7 +38,11 @@ struct Log {
   float keys[ENTRIES][DK];
   float u[ENTRIES][PITCH];
   float c[ENTRIES];
-  float past_k[2][ENTRIES], past_q[2][ENTRIES], own_q[2];
+};
+
+struct One {  // what the warps of `decode` tell each other
+  float u[ENTRIES][DV + 4];
+  float past_k[ENTRIES], past_q[ENTRIES], own_q;
 };
 
 extern __shared__ float4 shared_memory[];  // one Log
@@ -160,27 +166,188 @@ __device__ __forceinline__ float softplus(float x) {
   return __fadd_rn(fmaxf(x, 0.f), logf(__fadd_rn(1.f, expf(-fabsf(x)))));
 }
 
-// What a token brings: loaded one token ahead, since it comes from far away.
+// What a token brings.
 struct Token {
   float4 k[PARTS], q[PARTS];
-  float v[2], gate, rate;
+  float gate, rate;
 };
+
+__device__ __forceinline__ const float* values_of(const RecurArgs& a, int row, const Place& p) {
+  return a.mixed + (long long)row * a.channels + (DELTA ? 2 * KEYS : 0) + p.head * DV;
+}
 
 __device__ __forceinline__ void load_token(Token& t, const RecurArgs& a, int row, const Place& p) {
   const float* values = a.mixed + (long long)row * a.channels;
   const float* raw = a.x + (long long)row * a.cols + a.channels;
   load_part(t.q, values + (DELTA ? p.shared * DK : VALUES + KEYS + p.shared * DK), p.lane8);
   load_part(t.k, values + (DELTA ? KEYS + p.shared * DK : VALUES + p.shared * DK), p.lane8);
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
-    int column = p.split * ROWS + p.row[r];
-    t.v[r] = column < DV ? load(values + (DELTA ? 2 * KEYS : 0) + p.head * DV + column) : 0.f;
-  }
   t.gate = load(raw + (DELTA ? HEADS : 0) + p.head);
   t.rate = DELTA ? load(raw + p.head) : 0.f;
 }
 
-extern "C" __global__ void __launch_bounds__(128, 4) recur(const RecurArgs a) {
+// Of a head, the same for all of its rows: c is the log-decay behind the state, dt its step.
+struct Gates {
+  float c, decay, dt, rate, skip;
+};
+
+__device__ __forceinline__ Gates gates_of(const RecurArgs& a, const Token& t, float c_last, const Place& p) {
+  Gates g;
+  g.dt = softplus(__fadd_rn(t.gate, a.dt_bias[p.head]));
+  if (!DELTA) g.dt = fminf(fmaxf(g.dt, a.dt_low), a.dt_high);
+  g.c = __fmaf_rn(a.a[p.head], g.dt, c_last);
+  g.decay = expf(g.c);
+  g.rate = DELTA ? __fdiv_rn(1.f, __fadd_rn(1.f, expf(-t.rate))) : 0.f;
+  g.skip = DELTA ? 0.f : a.skip[p.head];
+  return g;
+}
+
+// What the entries lane8 and lane8 + 8 have in a token's sums, and q times its own key.
+struct Past {
+  float k[2], q[2], own;
+};
+
+struct Result {
+  float y, u;
+};
+
+// One row of the state, and u of the entries lane8 and lane8 + 8 in this row.
+__device__ __forceinline__ Result one_row(const float4* s, const Token& t, const Gates& g, const Past& past, float v,
+                                          float u_low, float u_high) {
+  Result made;
+  float y = __fmul_rn(g.decay, dot(s, t.q));
+  y = __fmaf_rn(past.q[0], u_low, y);
+  y = over_row(__fmaf_rn(past.q[1], u_high, y));
+  if (DELTA) {
+    float seen = __fmul_rn(g.decay, dot(s, t.k));
+    seen = __fmaf_rn(past.k[0], u_low, seen);
+    seen = over_row(__fmaf_rn(past.k[1], u_high, seen));
+    made.u = __fmul_rn(g.rate, __fsub_rn(v, seen));
+    made.y = __fmul_rn(__fmaf_rn(past.own, made.u, y), rsqrtf((float)DK));
+  } else {
+    made.u = __fmul_rn(g.dt, v);
+    made.y = __fmaf_rn(g.skip, v, __fmaf_rn(past.own, made.u, y));
+  }
+  return made;
+}
+
+__device__ __forceinline__ float* entry_of(const RecurArgs& a, int row, int page) {
+  return a.logs + (page < 0 ? 0 : page * a.log_words + a.log_at + a.slot[row] * a.log_stride);
+}
+
+__device__ __forceinline__ void keep_gates(const RecurArgs& a, float* entry, const Token& t, float c, const Place& p) {
+  entry[a.cols + KEYS + VALUES + p.head] = c;
+  entry[a.channels + (DELTA ? HEADS : 0) + p.head] = t.gate;
+  if (DELTA) entry[a.channels + p.head] = t.rate;
+}
+
+__device__ __forceinline__ void zeros(const RecurArgs& a, int first, int count, int head, int column, int columns) {
+  for (int i = threadIdx.x; i < count * columns; i += 128) {
+    int at = column + i % columns;
+    if (at < DV) a.out[(long long)(first + i / columns) * VALUES + head * DV + at] = 0.f;
+  }
+}
+
+// One token of each sequence, into its log: block x has a head, block y a sequence.
+extern "C" __global__ void __launch_bounds__(128, 4) decode(const RecurArgs a) {
+  constexpr int STEPS = (DV + 15) / 16, AHEAD = STEPS < 4 ? STEPS : 4;  // 16 rows at a time, some on their way
+  One& one = *(One*)shared_memory;
+  Place p = place();
+  p.head = blockIdx.x, p.shared = TILED ? p.head % K_HEADS : p.head / (HEADS / K_HEADS);
+  const int seq = blockIdx.y, warp = threadIdx.x >> 5;
+  wait_for_previous();
+  let_next_start();
+  const int row = a.first[seq], page = a.page[row], n = a.length[seq], state_in = a.state_in[seq];
+  if (page < 0) return zeros(a, row, a.count[seq], p.head, 0, DV);
+  const float* state = a.states + state_in * a.state_words + a.state_at + (long long)p.head * DV * DK;
+  const int mine = warp * 4 + p.group;  // of 16 rows
+  float4 s[AHEAD][PARTS];
+  auto fetch = [&](float4* into, int step) {
+    int column = step * 16 + mine;
+    bool there = state_in >= 0 && column < DV;
+#pragma unroll
+    for (int j = 0; j < PARTS; j++) into[j] = there ? load4(state + column * DK + 4 * p.lane8 + 32 * j) : zero4();
+  };
+#pragma unroll
+  for (int i = 0; i < AHEAD; i++) fetch(s[i], i);
+  Token t;
+  load_token(t, a, row, p);
+  const float* derived = a.logs + a.log_in[seq] * a.log_words + a.log_at + a.cols;
+  float4 key[PARTS];
+#pragma unroll
+  for (int j = 0; j < PARTS; j++)
+    key[j] = p.entry < n ? load4(derived + p.entry * a.log_stride + p.shared * DK + 4 * p.lane8 + 32 * j) : t.k[j];
+  const float* cs = derived + KEYS + VALUES + p.head;
+  const float c_last = n ? load(cs + (n - 1) * a.log_stride) : 0.f;
+  const float c_mine = p.entry < n ? load(cs + p.entry * a.log_stride) : 0.f;
+#pragma unroll 8
+  for (int i = threadIdx.x; i < ENTRIES * DV; i += 128) {
+    int e = i / DV, column = i % DV;
+    one.u[e][column] = e < n ? load(derived + e * a.log_stride + KEYS + p.head * DV + column) : 0.f;
+  }
+  const Gates g = gates_of(a, t, c_last, p);
+  float by_k = DELTA ? over_row(dot(key, t.k)) : 0.f, by_q = over_row(dot(key, t.q));
+  if (p.lane8 == 0) {
+    float share = p.entry < n ? expf(__fsub_rn(g.c, c_mine)) : 0.f;
+    one.past_k[p.entry] = __fmul_rn(by_k, share);
+    one.past_q[p.entry] = __fmul_rn(by_q, share);
+    if (p.entry == n) one.own_q = by_q;
+  }
+  __syncthreads();
+  const Past past = {{one.past_k[p.lane8], one.past_k[p.lane8 + 8]}, {one.past_q[p.lane8], one.past_q[p.lane8 + 8]},
+                     one.own_q};
+  float* entry = entry_of(a, row, page);
+  const float* values = values_of(a, row, p);
+  float* out = a.out + (long long)row * VALUES + p.head * DV;
+#pragma unroll
+  for (int step = 0; step < STEPS; step++) {
+    const int column = step * 16 + mine, at = column < DV ? column : 0;
+    Result made = one_row(s[step % AHEAD], t, g, past, load(values + at), one.u[p.lane8][at], one.u[p.lane8 + 8][at]);
+    if (step + AHEAD < STEPS) fetch(s[step % AHEAD], step + AHEAD);
+    if (p.lane8 == 0 && column < DV) {
+      out[column] = made.y;
+      entry[a.cols + KEYS + p.head * DV + column] = made.u;
+    }
+  }
+  if (threadIdx.x == 0) keep_gates(a, entry, t, g.c, p);
+}
+
+// For each token, products of its k and q with the keys between it and its state.
+extern "C" __global__ void __launch_bounds__(128) relate(const RecurArgs a) {
+  Place p = place();
+  p.shared = blockIdx.y;
+  const int row = blockIdx.x, seq = a.seq[row], n = a.entry[row];
+  wait_for_previous();
+  let_next_start();
+  const int i = row - a.first[seq], back = n - p.entry;
+  Token t;
+  const int of_q = DELTA ? 0 : VALUES + KEYS, of_k = DELTA ? KEYS : VALUES;
+  const float* values = a.mixed + (long long)row * a.channels + p.shared * DK;
+  load_part(t.q, values + of_q, p.lane8);
+  load_part(t.k, values + of_k, p.lane8);
+  float4 key[PARTS];
+  if (back < 0) {
+#pragma unroll
+    for (int j = 0; j < PARTS; j++) key[j] = zero4();
+  } else if (back <= i) {
+    load_part(key, values + of_k - (long long)back * a.channels, p.lane8);
+  } else {
+    const float* log = a.logs + a.log_in[seq] * a.log_words + a.log_at + p.entry * a.log_stride;
+    load_part(key, log + a.cols + p.shared * DK, p.lane8);
+  }
+  float by_k = DELTA ? over_row(dot(key, t.k)) : 0.f, by_q = over_row(dot(key, t.q));
+  float* out = a.related + ((long long)row * K_HEADS + p.shared) * 2 * ENTRIES;
+  if (p.lane8 == 0) out[p.entry] = by_k, out[ENTRIES + p.entry] = by_q;
+}
+
+__device__ __forceinline__ void load_past(Past& past, const RecurArgs& a, int row, int n, const Place& p) {
+  const float* from = a.related + ((long long)row * K_HEADS + p.shared) * 2 * ENTRIES;
+  past.k[0] = load(from + p.lane8), past.k[1] = load(from + p.lane8 + 8);
+  past.q[0] = load(from + ENTRIES + p.lane8), past.q[1] = load(from + ENTRIES + p.lane8 + 8);
+  past.own = load(from + ENTRIES + n);
+}
+
+// Any tokens of each sequence: block x has 32 rows of a head, block y a sequence.
+extern "C" __global__ void __launch_bounds__(128, 3) recur(const RecurArgs a) {
   Log& log = *(Log*)shared_memory;
   const Place p = place();
   const int seq = blockIdx.y;
@@ -188,23 +355,25 @@ extern "C" __global__ void __launch_bounds__(128, 4) recur(const RecurArgs a) {
   let_next_start();
   const int first = a.first[seq], count = a.count[seq], state_out = a.state_out[seq];
   if (!count) return;
-  if (a.page[first] < 0 && state_out < 0) {  // padding
-    for (int i = threadIdx.x; i < count * ROWS; i += 128) {
-      int column = p.split * ROWS + i % ROWS;
-      if (column < DV) a.out[(long long)(first + i / ROWS) * VALUES + p.head * DV + column] = 0.f;
-    }
-    return;
-  }
+  if (a.page[first] < 0 && state_out < 0) return zeros(a, first, count, p.head, p.split * ROWS, ROWS);
   float4 s[2][PARTS];
   const int state_in = a.state_in[seq], end = a.state_end[seq];
   load_state(s, a.states + state_in * a.state_words + a.state_at, p, state_in >= 0);
-  Token token;
-  load_token(token, a, first, p);
   int n = a.length[seq], room = a.room[seq];
+  int column[2] = {p.split * ROWS + p.row[0], p.split * ROWS + p.row[1]};
+  int inside[2] = {column[0] < DV ? column[0] : 0, column[1] < DV ? column[1] : 0};
+  Token token;  // loaded one ahead, since it comes from far away
+  Past past;
+  float v[2];
+  auto fetch = [&](int i) {
+    load_token(token, a, first + i, p);
+    load_past(past, a, first + i, a.entry[first + i], p);
+    for (int r = 0; r < 2; r++) v[r] = load(values_of(a, first + i, p) + inside[r]);
+  };
+  fetch(0);
   load_log(log, a.logs + a.log_in[seq] * a.log_words + a.log_at + a.cols, a.log_stride, n, p);
-  const float a_log = a.a[p.head], bias = a.dt_bias[p.head], skip = a.skip[p.head];
   __syncthreads();
-  float c_last = n ? log.c[n - 1] : 0.f, c_mine = log.c[p.entry];
+  float c_last = n ? log.c[n - 1] : 0.f, c[2] = {log.c[p.lane8], log.c[p.lane8 + 8]};
   for (int i = 0; i < count; i++) {
     if (n == room || i == end) {
       __syncthreads();
@@ -213,62 +382,36 @@ extern "C" __global__ void __launch_bounds__(128, 4) recur(const RecurArgs a) {
       n = 0, room = a.log_tokens, c_last = 0.f;
       if (i == end) store_state(s, a.states + state_out * a.state_words + a.state_at, p);
     }
-    const int row = first + i, turn = i & 1;
-    Token now = token;
-    if (i + 1 < count) load_token(token, a, row + 1, p);
-    float dt = softplus(__fadd_rn(now.gate, bias));
-    if (!DELTA) dt = fminf(fmaxf(dt, a.dt_low), a.dt_high);
-    const float c = __fmaf_rn(a_log, dt, c_last), decay = expf(c);
-    if (p.entry == n) {
-      c_mine = c;
-      log.c[n] = c;
-#pragma unroll
-      for (int j = 0; j < PARTS; j++) *(float4*)&log.keys[n][4 * p.lane8 + 32 * j] = now.k[j];
+    const int row = first + i, page = a.page[row];
+    const Token t = token;
+    Past now = past;
+    const float mine[2] = {v[0], v[1]};
+    if (i + 1 < count) fetch(i + 1);
+    const Gates g = gates_of(a, t, c_last, p);
+    for (int h = 0; h < 2; h++) {
+      float share = p.lane8 + 8 * h < n ? expf(__fsub_rn(g.c, c[h])) : 0.f;
+      now.k[h] = __fmul_rn(now.k[h], share), now.q[h] = __fmul_rn(now.q[h], share);
+      if (p.lane8 + 8 * h == n) c[h] = g.c;
     }
-    float4 key[PARTS];
+    if (p.entry == n) {  // for the next fold
+      log.c[n] = g.c;
 #pragma unroll
-    for (int j = 0; j < PARTS; j++) key[j] = *(const float4*)&log.keys[p.entry][4 * p.lane8 + 32 * j];
-    float by_k = DELTA ? over_row(dot(key, now.k)) : 0.f, by_q = over_row(dot(key, now.q));
-    if (p.lane8 == 0) {
-      float share = p.entry < n ? expf(__fsub_rn(c, c_mine)) : 0.f;
-      log.past_k[turn][p.entry] = __fmul_rn(by_k, share);
-      log.past_q[turn][p.entry] = __fmul_rn(by_q, share);
-      if (p.entry == n) log.own_q[turn] = by_q;
+      for (int j = 0; j < PARTS; j++) *(float4*)&log.keys[n][4 * p.lane8 + 32 * j] = t.k[j];
     }
-    __syncthreads();
-    const int page = a.page[row];
-    float* entry = a.logs + (page < 0 ? 0 : page * a.log_words + a.log_at + a.slot[row] * a.log_stride);
+    float* entry = entry_of(a, row, page);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const int column = p.split * ROWS + p.row[r];
-      float u_low = log.u[p.lane8][p.row[r]], u_high = log.u[p.lane8 + 8][p.row[r]];
-      float y = __fmul_rn(decay, dot(s[r], now.q)), mine;
-      y = __fmaf_rn(log.past_q[turn][p.lane8], u_low, y);
-      y = over_row(__fmaf_rn(log.past_q[turn][p.lane8 + 8], u_high, y));
-      if (DELTA) {
-        float seen = __fmul_rn(decay, dot(s[r], now.k));
-        seen = __fmaf_rn(log.past_k[turn][p.lane8], u_low, seen);
-        seen = over_row(__fmaf_rn(log.past_k[turn][p.lane8 + 8], u_high, seen));
-        float rate = __fdiv_rn(1.f, __fadd_rn(1.f, expf(-now.rate)));
-        mine = __fmul_rn(rate, __fsub_rn(now.v[r], seen));
-        y = __fmul_rn(__fmaf_rn(log.own_q[turn], mine, y), rsqrtf((float)DK));
-      } else {
-        mine = __fmul_rn(dt, now.v[r]);
-        y = __fmaf_rn(skip, now.v[r], __fmaf_rn(log.own_q[turn], mine, y));
-      }
-      if (p.lane8 == 0 && column < DV) {
-        a.out[(long long)row * VALUES + p.head * DV + column] = y;
-        if (page >= 0) entry[a.cols + KEYS + p.head * DV + column] = mine;
+      Result made = one_row(s[r], t, g, now, mine[r], log.u[p.lane8][p.row[r]], log.u[p.lane8 + 8][p.row[r]]);
+      if (p.lane8 == 0 && column[r] < DV) {
+        a.out[(long long)row * VALUES + p.head * DV + column[r]] = made.y;
+        if (page >= 0) entry[a.cols + KEYS + p.head * DV + column[r]] = made.u;
       }
       __syncwarp();
-      if (p.lane8 == 0) log.u[n][p.row[r]] = mine;
+      if (p.lane8 == 0) log.u[n][p.row[r]] = made.u;
     }
-    if (page >= 0 && p.split == 0 && threadIdx.x == 0) {
-      entry[a.cols + KEYS + VALUES + p.head] = c;
-      entry[a.channels + (DELTA ? HEADS : 0) + p.head] = now.gate;
-      if (DELTA) entry[a.channels + p.head] = now.rate;
-    }
-    c_last = c, n++;
+    __syncwarp();
+    if (page >= 0 && p.split == 0 && threadIdx.x == 0) keep_gates(a, entry, t, g.c, p);
+    c_last = g.c, n++;
   }
   if (end == count) {
     __syncthreads();
