@@ -63,11 +63,12 @@ def takes(machine: Machine, layer: Shaped, log_tokens: int) -> bool:
     return not machine.interpreted and whole and aligned
 
 
-def kernel_of(machine: Machine, layer: Shaped, name: str) -> Kernel:
+def kernel_of(machine: Machine, layer: Shaped, name: str, columns: int = 16) -> Kernel:
     """A kernel for a layer's shape."""
     return native(machine.device).kernel(
         ("common", "recur"), name, THREADS, DK=layer.dk, DV=layer.dv, HEADS=layer.heads,
         K_HEADS=layer.k_heads, TILED=int(layer.tiled), DELTA=int(layer.kind == "delta"),
+        COLUMNS=columns,
     )  # fmt: skip
 
 
@@ -80,6 +81,15 @@ def _shared(layer: Shaped) -> int:
     """Bytes of a Log of recur.cu."""
     pitch = ROWS + 4
     return 4 * ENTRIES * (layer.dk + pitch + 1)
+
+
+def _columns(layer: Shaped, n_seqs: int, processors: int) -> int:
+    """Rows of a state for a block that has one token: many, unless too few blocks were left."""
+    sizes = [size for size in (128, 64, 32, 16) if layer.dv % size == 0]
+    for size in sizes:
+        if layer.heads * (layer.dv // size) * n_seqs >= 2 * processors:
+            return size
+    return sizes[-1]
 
 
 def recur(
@@ -97,10 +107,13 @@ def recur(
         layer.in_cols, layer.channels, log_tokens, *dt_limits,
     )  # fmt: skip
     stream, n_seqs, n_tokens = native(machine.device).stream, len(columns[0]), len(columns[-1])
-    if single:
-        shared = 4 * (ENTRIES * (layer.dv + 4) + 2 * ENTRIES + 1)
-        decode = kernel_of(machine, layer, "decode")
-        decode.launch(stream, (layer.heads, n_seqs, 1), shared, arguments)
+    if single and layer.dv % 16 == 0:
+        columns_each = _columns(layer, n_seqs, native(machine.device).processors)
+        state = columns_each * layer.dk
+        shared = 4 * (state + ENTRIES * (columns_each + 4) + 2 * ENTRIES + 1)
+        decode = kernel_of(machine, layer, "decode", columns_each)
+        grid = layer.heads * (layer.dv // columns_each), n_seqs, 1
+        decode.launch(stream, grid, shared, arguments)
         return
     related = machine.empty(n_tokens, layer.k_heads, 2, ENTRIES)
     arguments.related = related.data_ptr()

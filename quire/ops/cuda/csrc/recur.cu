@@ -6,7 +6,7 @@
 // eight; a row's share of the log is in the same sum. So what a token gets depends on its head's
 // values alone, whether it comes by itself (`decode`, which streams a whole head) or with others
 // (`recur`, which keeps 32 rows in registers). Compiled for one shape: DK (a multiple of 32), DV,
-// HEADS, K_HEADS, TILED, DELTA.
+// HEADS, K_HEADS, TILED, DELTA, and COLUMNS, the rows of a block of `decode`: a multiple of 16.
 
 constexpr int ROWS = 32;     // of a state in a block
 constexpr int ENTRIES = 16;  // of a log, at most
@@ -41,7 +41,7 @@ struct Log {
 };
 
 struct One {  // what the warps of `decode` tell each other
-  float u[ENTRIES][DV + 4];
+  float u[ENTRIES][COLUMNS + 4];
   float past_k[ENTRIES], past_q[ENTRIES], own_q;
 };
 
@@ -60,6 +60,20 @@ __device__ __forceinline__ Place place() {
   p.head = blockIdx.x / SPLITS, p.split = blockIdx.x % SPLITS;
   p.shared = TILED ? p.head % K_HEADS : p.head / (HEADS / K_HEADS);
   return p;
+}
+
+// Waits for all copies of this thread but the last few; a number that unrolling makes a constant.
+__device__ __forceinline__ void wait_copies_but(int pending) {
+  switch (pending) {
+    case 0: return wait_copies<0>();
+    case 1: return wait_copies<1>();
+    case 2: return wait_copies<2>();
+    case 3: return wait_copies<3>();
+    case 4: return wait_copies<4>();
+    case 5: return wait_copies<5>();
+    case 6: return wait_copies<6>();
+    default: return wait_copies<7>();
+  }
 }
 
 __device__ __forceinline__ float4 zero4() { return {0.f, 0.f, 0.f, 0.f}; }
@@ -185,19 +199,28 @@ __device__ __forceinline__ void load_token(Token& t, const RecurArgs& a, int row
   t.rate = DELTA ? load(raw + p.head) : 0.f;
 }
 
+// Weights of a head.
+struct Head {
+  float a, bias, skip;
+};
+
+__device__ __forceinline__ Head head_of(const RecurArgs& a, const Place& p) {
+  return {a.a[p.head], a.dt_bias[p.head], DELTA ? 0.f : a.skip[p.head]};
+}
+
 // Of a head, the same for all of its rows: c is the log-decay behind the state, dt its step.
 struct Gates {
   float c, decay, dt, rate, skip;
 };
 
-__device__ __forceinline__ Gates gates_of(const RecurArgs& a, const Token& t, float c_last, const Place& p) {
+__device__ __forceinline__ Gates gates_of(const RecurArgs& a, const Head& h, const Token& t, float c_last) {
   Gates g;
-  g.dt = softplus(__fadd_rn(t.gate, a.dt_bias[p.head]));
+  g.dt = softplus(__fadd_rn(t.gate, h.bias));
   if (!DELTA) g.dt = fminf(fmaxf(g.dt, a.dt_low), a.dt_high);
-  g.c = __fmaf_rn(a.a[p.head], g.dt, c_last);
+  g.c = __fmaf_rn(h.a, g.dt, c_last);
   g.decay = expf(g.c);
   g.rate = DELTA ? __fdiv_rn(1.f, __fadd_rn(1.f, expf(-t.rate))) : 0.f;
-  g.skip = DELTA ? 0.f : a.skip[p.head];
+  g.skip = h.skip;
   return g;
 }
 
@@ -230,8 +253,8 @@ __device__ __forceinline__ Result one_row(const float4* s, const Token& t, const
   return made;
 }
 
-__device__ __forceinline__ float* entry_of(const RecurArgs& a, int row, int page) {
-  return a.logs + (page < 0 ? 0 : page * a.log_words + a.log_at + a.slot[row] * a.log_stride);
+__device__ __forceinline__ float* entry_of(const RecurArgs& a, int page, int slot) {
+  return a.logs + (page < 0 ? 0 : page * a.log_words + a.log_at + slot * a.log_stride);
 }
 
 __device__ __forceinline__ void keep_gates(const RecurArgs& a, float* entry, const Token& t, float c, const Place& p) {
@@ -247,31 +270,37 @@ __device__ __forceinline__ void zeros(const RecurArgs& a, int first, int count, 
   }
 }
 
-// One token of each sequence, into its log: block x has a head, block y a sequence.
-extern "C" __global__ void __launch_bounds__(128, 4) decode(const RecurArgs a) {
-  constexpr int STEPS = (DV + 15) / 16, AHEAD = STEPS < 4 ? STEPS : 4;  // 16 rows at a time, some on their way
-  One& one = *(One*)shared_memory;
+// One token of each sequence, into its log: block x has COLUMNS of a head, block y a sequence. All of
+// their state is on its way before anything else is asked for; each thread waits for its own part.
+extern "C" __global__ void __launch_bounds__(128) decode(const RecurArgs a) {
+  constexpr int STEPS = COLUMNS / 16;
+  float4* state = shared_memory;  // [STEPS][PARTS][128 threads]
+  One& one = *(One*)(shared_memory + STEPS * PARTS * 128);
   Place p = place();
-  p.head = blockIdx.x, p.shared = TILED ? p.head % K_HEADS : p.head / (HEADS / K_HEADS);
-  const int seq = blockIdx.y, warp = threadIdx.x >> 5;
+  p.head = blockIdx.x / (DV / COLUMNS), p.shared = TILED ? p.head % K_HEADS : p.head / (HEADS / K_HEADS);
+  const int start = blockIdx.x % (DV / COLUMNS) * COLUMNS;
+  const int seq = blockIdx.y, mine = (threadIdx.x >> 5) * 4 + p.group;  // of 16 rows
   wait_for_previous();
   let_next_start();
-  const int row = a.first[seq], page = a.page[row], n = a.length[seq], state_in = a.state_in[seq];
-  if (page < 0) return zeros(a, row, a.count[seq], p.head, 0, DV);
-  const float* state = a.states + state_in * a.state_words + a.state_at + (long long)p.head * DV * DK;
-  const int mine = warp * 4 + p.group;  // of 16 rows
-  float4 s[AHEAD][PARTS];
-  auto fetch = [&](float4* into, int step) {
-    int column = step * 16 + mine;
-    bool there = state_in >= 0 && column < DV;
+  const int row = a.first[seq], n = a.length[seq], state_in = a.state_in[seq], log_in = a.log_in[seq];
+  const int page = a.page[row], slot = a.slot[row];
+  const float* from = a.states + state_in * a.state_words + a.state_at + (long long)(p.head * DV + start + mine) * DK;
+  const u32 to = shared_address(state + threadIdx.x);
 #pragma unroll
-    for (int j = 0; j < PARTS; j++) into[j] = there ? load4(state + column * DK + 4 * p.lane8 + 32 * j) : zero4();
-  };
+  for (int step = 0; step < STEPS; step++) {
 #pragma unroll
-  for (int i = 0; i < AHEAD; i++) fetch(s[i], i);
+    for (int j = 0; j < PARTS; j++)
+      copy16_if(to + (step * PARTS + j) * 128 * 16, from + (state_in < 0 ? 0 : step * 16 * DK + 4 * p.lane8 + 32 * j),
+                state_in >= 0);
+    commit_copies();
+  }
+  if (page < 0) {  // padding
+    wait_copies<0>();
+    return zeros(a, row, a.count[seq], p.head, start, COLUMNS);
+  }
   Token t;
   load_token(t, a, row, p);
-  const float* derived = a.logs + a.log_in[seq] * a.log_words + a.log_at + a.cols;
+  const float* derived = a.logs + log_in * a.log_words + a.log_at + a.cols;
   float4 key[PARTS];
 #pragma unroll
   for (int j = 0; j < PARTS; j++)
@@ -280,11 +309,11 @@ extern "C" __global__ void __launch_bounds__(128, 4) decode(const RecurArgs a) {
   const float c_last = n ? load(cs + (n - 1) * a.log_stride) : 0.f;
   const float c_mine = p.entry < n ? load(cs + p.entry * a.log_stride) : 0.f;
 #pragma unroll 8
-  for (int i = threadIdx.x; i < ENTRIES * DV; i += 128) {
-    int e = i / DV, column = i % DV;
-    one.u[e][column] = e < n ? load(derived + e * a.log_stride + KEYS + p.head * DV + column) : 0.f;
+  for (int i = threadIdx.x; i < ENTRIES * COLUMNS; i += 128) {
+    int e = i / COLUMNS, column = i % COLUMNS;
+    one.u[e][column] = e < n ? load(derived + e * a.log_stride + KEYS + p.head * DV + start + column) : 0.f;
   }
-  const Gates g = gates_of(a, t, c_last, p);
+  const Gates g = gates_of(a, head_of(a, p), t, c_last);
   float by_k = DELTA ? over_row(dot(key, t.k)) : 0.f, by_q = over_row(dot(key, t.q));
   if (p.lane8 == 0) {
     float share = p.entry < n ? expf(__fsub_rn(g.c, c_mine)) : 0.f;
@@ -292,23 +321,27 @@ extern "C" __global__ void __launch_bounds__(128, 4) decode(const RecurArgs a) {
     one.past_q[p.entry] = __fmul_rn(by_q, share);
     if (p.entry == n) one.own_q = by_q;
   }
+  const float* values = values_of(a, row, p) + start + mine;
+  float v[STEPS];
+#pragma unroll
+  for (int step = 0; step < STEPS; step++) v[step] = load(values + step * 16);
   __syncthreads();
   const Past past = {{one.past_k[p.lane8], one.past_k[p.lane8 + 8]}, {one.past_q[p.lane8], one.past_q[p.lane8 + 8]},
                      one.own_q};
-  float* entry = entry_of(a, row, page);
-  const float* values = values_of(a, row, p);
-  float* out = a.out + (long long)row * VALUES + p.head * DV;
+  float* entry = entry_of(a, page, slot);
+  float* out = a.out + (long long)row * VALUES + p.head * DV + start;
+  float* kept = entry + a.cols + KEYS + p.head * DV + start;
 #pragma unroll
   for (int step = 0; step < STEPS; step++) {
-    const int column = step * 16 + mine, at = column < DV ? column : 0;
-    Result made = one_row(s[step % AHEAD], t, g, past, load(values + at), one.u[p.lane8][at], one.u[p.lane8 + 8][at]);
-    if (step + AHEAD < STEPS) fetch(s[step % AHEAD], step + AHEAD);
-    if (p.lane8 == 0 && column < DV) {
-      out[column] = made.y;
-      entry[a.cols + KEYS + p.head * DV + column] = made.u;
-    }
+    wait_copies_but(STEPS - 1 - step);
+    float4 s[PARTS];
+#pragma unroll
+    for (int j = 0; j < PARTS; j++) s[j] = state[(step * PARTS + j) * 128 + threadIdx.x];
+    const int column = step * 16 + mine;
+    Result made = one_row(s, t, g, past, v[step], one.u[p.lane8][column], one.u[p.lane8 + 8][column]);
+    if (p.lane8 == 0) out[column] = made.y, kept[column] = made.u;
   }
-  if (threadIdx.x == 0) keep_gates(a, entry, t, g.c, p);
+  if (threadIdx.x == 0 && start == 0) keep_gates(a, entry, t, g.c, p);
 }
 
 // For each token, products of its k and q with the keys between it and its state.
@@ -339,11 +372,10 @@ extern "C" __global__ void __launch_bounds__(128) relate(const RecurArgs a) {
   if (p.lane8 == 0) out[p.entry] = by_k, out[ENTRIES + p.entry] = by_q;
 }
 
-__device__ __forceinline__ void load_past(Past& past, const RecurArgs& a, int row, int n, const Place& p) {
+__device__ __forceinline__ void load_past(Past& past, const RecurArgs& a, int row, const Place& p) {
   const float* from = a.related + ((long long)row * K_HEADS + p.shared) * 2 * ENTRIES;
   past.k[0] = load(from + p.lane8), past.k[1] = load(from + p.lane8 + 8);
   past.q[0] = load(from + ENTRIES + p.lane8), past.q[1] = load(from + ENTRIES + p.lane8 + 8);
-  past.own = load(from + ENTRIES + n);
 }
 
 // Any tokens of each sequence: block x has 32 rows of a head, block y a sequence.
@@ -365,13 +397,16 @@ extern "C" __global__ void __launch_bounds__(128, 3) recur(const RecurArgs a) {
   Token token;  // loaded one ahead, since it comes from far away
   Past past;
   float v[2];
-  auto fetch = [&](int i) {
-    load_token(token, a, first + i, p);
-    load_past(past, a, first + i, a.entry[first + i], p);
-    for (int r = 0; r < 2; r++) v[r] = load(values_of(a, first + i, p) + inside[r]);
+  int page, slot;
+  auto fetch = [&](int row) {
+    load_token(token, a, row, p);
+    load_past(past, a, row, p);
+    for (int r = 0; r < 2; r++) v[r] = load(values_of(a, row, p) + inside[r]);
+    page = a.page[row], slot = a.slot[row];
   };
-  fetch(0);
+  fetch(first);
   load_log(log, a.logs + a.log_in[seq] * a.log_words + a.log_at + a.cols, a.log_stride, n, p);
+  const Head head = head_of(a, p);
   __syncthreads();
   float c_last = n ? log.c[n - 1] : 0.f, c[2] = {log.c[p.lane8], log.c[p.lane8 + 8]};
   for (int i = 0; i < count; i++) {
@@ -382,12 +417,16 @@ extern "C" __global__ void __launch_bounds__(128, 3) recur(const RecurArgs a) {
       n = 0, room = a.log_tokens, c_last = 0.f;
       if (i == end) store_state(s, a.states + state_out * a.state_words + a.state_at, p);
     }
-    const int row = first + i, page = a.page[row];
+    const int row = first + i;
     const Token t = token;
     Past now = past;
     const float mine[2] = {v[0], v[1]};
-    if (i + 1 < count) fetch(i + 1);
-    const Gates g = gates_of(a, t, c_last, p);
+    const bool keeps = page >= 0;
+    float* entry = entry_of(a, page, slot);
+    if (i + 1 < count) fetch(row + 1);
+    now.own = __shfl_sync(~0u, n < 8 ? now.q[0] : now.q[1], (threadIdx.x & 24) | (n & 7));
+    const Gates g = gates_of(a, head, t, c_last);
+#pragma unroll
     for (int h = 0; h < 2; h++) {
       float share = p.lane8 + 8 * h < n ? expf(__fsub_rn(g.c, c[h])) : 0.f;
       now.k[h] = __fmul_rn(now.k[h], share), now.q[h] = __fmul_rn(now.q[h], share);
@@ -398,19 +437,18 @@ extern "C" __global__ void __launch_bounds__(128, 3) recur(const RecurArgs a) {
 #pragma unroll
       for (int j = 0; j < PARTS; j++) *(float4*)&log.keys[n][4 * p.lane8 + 32 * j] = t.k[j];
     }
-    float* entry = entry_of(a, row, page);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       Result made = one_row(s[r], t, g, now, mine[r], log.u[p.lane8][p.row[r]], log.u[p.lane8 + 8][p.row[r]]);
       if (p.lane8 == 0 && column[r] < DV) {
         a.out[(long long)row * VALUES + p.head * DV + column[r]] = made.y;
-        if (page >= 0) entry[a.cols + KEYS + p.head * DV + column[r]] = made.u;
+        if (keeps) entry[a.cols + KEYS + p.head * DV + column[r]] = made.u;
       }
       __syncwarp();
       if (p.lane8 == 0) log.u[n][p.row[r]] = made.u;
     }
     __syncwarp();
-    if (page >= 0 && p.split == 0 && threadIdx.x == 0) keep_gates(a, entry, t, g.c, p);
+    if (keeps && p.split == 0 && threadIdx.x == 0) keep_gates(a, entry, t, g.c, p);
     c_last = g.c, n++;
   }
   if (end == count) {
