@@ -48,10 +48,8 @@ struct InPlaceArgs {
 
 extern "C" __global__ void __launch_bounds__(128) in_place(const InPlaceArgs a) {
   constexpr int STEPS = COLUMNS / 16;
-  Place p = place();
-  p.head = blockIdx.x / (DV / COLUMNS), p.shared = p.head / (HEADS / K_HEADS);
-  const int start = blockIdx.x % (DV / COLUMNS) * COLUMNS;
-  const int seq = blockIdx.y, mine = start + (threadIdx.x >> 5) * 4 + p.group;
+  const Place p = place<COLUMNS>();
+  const int seq = blockIdx.y, mine = p.start + p.group;
   float* state = a.states + seq * a.state_words + a.state_at + (p.head * DV + mine) * DK;
   wait_for_previous();
   let_next_start();

@@ -72,15 +72,14 @@ def kernel_of(machine: Machine, layer: Shaped, name: str, columns: int = 16) -> 
     )  # fmt: skip
 
 
-def programs(layer: Shaped) -> int:
-    """Blocks that share a sequence."""
-    return layer.heads * -(-layer.dv // ROWS)
+def _parts(layer: Shaped, rows: int) -> int:
+    """Blocks that share a state, with so many rows each."""
+    return layer.heads * -(-layer.dv // rows)
 
 
-def _shared(layer: Shaped) -> int:
+def _shared(layer: Shaped, rows: int) -> int:
     """Bytes of a Log of recur.cu."""
-    pitch = ROWS + 4
-    return 4 * ENTRIES * (layer.dk + pitch + 1)
+    return 4 * ENTRIES * (layer.dk + rows + 4 + 1)
 
 
 def _columns(layer: Shaped, n_seqs: int, processors: int) -> int:
@@ -112,15 +111,15 @@ def recur(
         state = columns_each * layer.dk
         shared = 4 * (state + ENTRIES * (columns_each + 4) + 2 * ENTRIES + 1)
         decode = kernel_of(machine, layer, "decode", columns_each)
-        grid = layer.heads * (layer.dv // columns_each), n_seqs, 1
+        grid = _parts(layer, columns_each), n_seqs, 1
         decode.launch(stream, grid, shared, arguments)
         return
     related = machine.empty(n_tokens, layer.k_heads, 2, ENTRIES)
     arguments.related = related.data_ptr()
     relate = kernel_of(machine, layer, "relate")
     relate.launch(stream, (n_tokens, layer.k_heads, 1), 0, arguments)
-    grid = programs(layer), n_seqs, 1
-    kernel_of(machine, layer, "recur").launch(stream, grid, _shared(layer), arguments)
+    grid = _parts(layer, ROWS), n_seqs, 1
+    kernel_of(machine, layer, "recur").launch(stream, grid, _shared(layer, ROWS), arguments)
 
 
 def fold(
@@ -133,6 +132,7 @@ def fold(
         *bases, offsets.data_ptr(), (_P * 4)(*(column.data_ptr() for column in columns)), *words,
         layers, tail_words, layer.in_cols,
     )  # fmt: skip
-    grid = programs(layer), len(columns[0]), layers
+    rows = 16 if layer.dv % 64 else 64
+    grid = _parts(layer, rows), len(columns[0]), layers
     stream = native(machine.device).stream
-    kernel_of(machine, layer, "fold").launch(stream, grid, _shared(layer), arguments)
+    kernel_of(machine, layer, "fold").launch(stream, grid, _shared(layer, rows), arguments)

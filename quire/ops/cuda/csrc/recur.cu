@@ -8,11 +8,11 @@
 // (`recur`, which keeps 32 rows in registers). Compiled for one shape: DK (a multiple of 32), DV,
 // HEADS, K_HEADS, TILED, DELTA, and COLUMNS, the rows of a block of `decode`: a multiple of 16.
 
-constexpr int ROWS = 32;     // of a state in a block
+constexpr int ROWS = 32;     // of a state in a block of `recur`, 16 for each of its threads' rows
+constexpr int FOLDED = DV % 64 ? 1 : 4;  // rows of a thread of `fold`
 constexpr int ENTRIES = 16;  // of a log, at most
 constexpr int PARTS = DK / 32;
-constexpr int PITCH = ROWS + 4;  // of u in shared memory, so that eight entries of four rows meet in no bank
-constexpr int KEYS = K_HEADS * DK, VALUES = HEADS * DV, SPLITS = (DV + ROWS - 1) / ROWS;
+constexpr int KEYS = K_HEADS * DK, VALUES = HEADS * DV;
 
 struct RecurArgs {
   const float *x, *mixed;
@@ -34,9 +34,10 @@ struct FoldArgs {
   int n_layers, tail_words, cols;
 };
 
-struct Log {
+// A log, and u of 16 · R columns: eight entries of four of them meet in no bank.
+template <int R> struct Log {
   float keys[ENTRIES][DK];
-  float u[ENTRIES][PITCH];
+  float u[ENTRIES][16 * R + 4];
   float c[ENTRIES];
 };
 
@@ -47,17 +48,16 @@ struct One {  // what the warps of `decode` tell each other
 
 extern __shared__ float4 shared_memory[];  // one Log
 
+// Where a thread is: in a group of eight, of which there are 16; in a head, from a column on.
 struct Place {
-  int lane8, group, row[2], entry, head, shared, split;
+  int lane8, group, head, shared, start;
 };
 
-__device__ __forceinline__ Place place() {
+template <int COLUMNS_EACH> __device__ __forceinline__ Place place() {
+  constexpr int SPLITS = (DV + COLUMNS_EACH - 1) / COLUMNS_EACH;
   Place p;
-  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  p.lane8 = lane & 7, p.group = lane >> 3;
-  p.row[0] = warp * 8 + p.group, p.row[1] = p.row[0] + 4;
-  p.entry = warp * 4 + p.group;
-  p.head = blockIdx.x / SPLITS, p.split = blockIdx.x % SPLITS;
+  p.lane8 = threadIdx.x & 7, p.group = threadIdx.x >> 3;
+  p.head = blockIdx.x / SPLITS, p.start = blockIdx.x % SPLITS * COLUMNS_EACH;
   p.shared = TILED ? p.head % K_HEADS : p.head / (HEADS / K_HEADS);
   return p;
 }
@@ -116,10 +116,12 @@ __device__ __forceinline__ void load_part(float4* v, const float* from, int lane
   for (int j = 0; j < PARTS; j++) v[j] = load4(from + 4 * lane8 + 32 * j);
 }
 
+// Rows group, group + 16, … from the start on.
+template <int R>
 __device__ __forceinline__ void load_state(float4 (*s)[PARTS], const float* page, const Place& p, bool known) {
 #pragma unroll
-  for (int r = 0; r < 2; r++) {
-    int column = p.split * ROWS + p.row[r];
+  for (int r = 0; r < R; r++) {
+    int column = p.start + 16 * r + p.group;
     bool there = known && column < DV;
     const float* at = page + (long long)(p.head * DV + column) * DK;
 #pragma unroll
@@ -127,10 +129,10 @@ __device__ __forceinline__ void load_state(float4 (*s)[PARTS], const float* page
   }
 }
 
-__device__ __forceinline__ void store_state(float4 (*s)[PARTS], float* page, const Place& p) {
+template <int R> __device__ __forceinline__ void store_state(float4 (*s)[PARTS], float* page, const Place& p) {
 #pragma unroll
-  for (int r = 0; r < 2; r++) {
-    int column = p.split * ROWS + p.row[r];
+  for (int r = 0; r < R; r++) {
+    int column = p.start + 16 * r + p.group;
     float4* at = (float4*)(page + (long long)(p.head * DV + column) * DK);
     if (column < DV)
 #pragma unroll
@@ -139,39 +141,43 @@ __device__ __forceinline__ void store_state(float4 (*s)[PARTS], float* page, con
 }
 
 // The first n entries of a log, from where derived values start; zeros behind them.
-__device__ __forceinline__ void load_log(Log& log, const float* derived, long long stride, int n, const Place& p) {
-  const float* mine = derived + p.entry * stride + p.shared * DK;
+template <int R>
+__device__ __forceinline__ void load_log(Log<R>& log, const float* derived, long long stride, int n, const Place& p) {
+  const float* mine = derived + p.group * stride + p.shared * DK;
 #pragma unroll
   for (int j = 0; j < PARTS; j++) {
-    float4 k = p.entry < n ? load4(mine + 4 * p.lane8 + 32 * j) : zero4();
-    *(float4*)&log.keys[p.entry][4 * p.lane8 + 32 * j] = k;
+    float4 k = p.group < n ? load4(mine + 4 * p.lane8 + 32 * j) : zero4();
+    *(float4*)&log.keys[p.group][4 * p.lane8 + 32 * j] = k;
   }
-  int column = p.split * ROWS + (threadIdx.x & 31);
 #pragma unroll
-  for (int e = threadIdx.x >> 5; e < ENTRIES; e += 4) {
-    bool there = e < n && column < DV;
-    log.u[e][threadIdx.x & 31] = there ? load(derived + e * stride + KEYS + p.head * DV + column) : 0.f;
+  for (int i = threadIdx.x; i < ENTRIES * 16 * R; i += 128) {
+    int e = i / (16 * R), column = i % (16 * R);
+    bool there = e < n && p.start + column < DV;
+    log.u[e][column] = there ? load(derived + e * stride + KEYS + p.head * DV + p.start + column) : 0.f;
   }
   if (threadIdx.x < ENTRIES)
     log.c[threadIdx.x] = threadIdx.x < n ? load(derived + threadIdx.x * stride + KEYS + VALUES + p.head) : 0.f;
 }
 
 // A state and the n tokens behind it become a state. All threads have written what is in the log.
-__device__ __forceinline__ void fold_log(float4 (*s)[PARTS], const Log& log, int n, const Place& p) {
+template <int R>
+__device__ __forceinline__ void fold_log(float4 (*s)[PARTS], const Log<R>& log, int n, const Place& p) {
   float last = n ? log.c[n - 1] : 0.f;
   float decay = expf(last);
 #pragma unroll
-  for (int r = 0; r < 2; r++)
+  for (int r = 0; r < R; r++)
 #pragma unroll
     for (int j = 0; j < PARTS; j++) s[r][j] = scaled(s[r][j], decay);
+#pragma unroll 1
   for (int e = 0; e < n; e++) {
-    float share = expf(__fsub_rn(last, log.c[e]));
-    float by[2] = {__fmul_rn(share, log.u[e][p.row[0]]), __fmul_rn(share, log.u[e][p.row[1]])};
+    float share = expf(__fsub_rn(last, log.c[e])), by[R];
+#pragma unroll
+    for (int r = 0; r < R; r++) by[r] = __fmul_rn(share, log.u[e][16 * r + p.group]);
 #pragma unroll
     for (int j = 0; j < PARTS; j++) {
       float4 k = *(const float4*)&log.keys[e][4 * p.lane8 + 32 * j];
-      s[0][j] = added(s[0][j], by[0], k);
-      s[1][j] = added(s[1][j], by[1], k);
+#pragma unroll
+      for (int r = 0; r < R; r++) s[r][j] = added(s[r][j], by[r], k);
     }
   }
 }
@@ -276,15 +282,13 @@ extern "C" __global__ void __launch_bounds__(128) decode(const RecurArgs a) {
   constexpr int STEPS = COLUMNS / 16;
   float4* state = shared_memory;  // [STEPS][PARTS][128 threads]
   One& one = *(One*)(shared_memory + STEPS * PARTS * 128);
-  Place p = place();
-  p.head = blockIdx.x / (DV / COLUMNS), p.shared = TILED ? p.head % K_HEADS : p.head / (HEADS / K_HEADS);
-  const int start = blockIdx.x % (DV / COLUMNS) * COLUMNS;
-  const int seq = blockIdx.y, mine = (threadIdx.x >> 5) * 4 + p.group;  // of 16 rows
+  const Place p = place<COLUMNS>();
+  const int seq = blockIdx.y;
   wait_for_previous();
   let_next_start();
   const int row = a.first[seq], n = a.length[seq], state_in = a.state_in[seq], log_in = a.log_in[seq];
   const int page = a.page[row], slot = a.slot[row];
-  const float* from = a.states + state_in * a.state_words + a.state_at + (long long)(p.head * DV + start + mine) * DK;
+  const float* from = a.states + state_in * a.state_words + a.state_at + (long long)(p.head * DV + p.start + p.group) * DK;
   const u32 to = shared_address(state + threadIdx.x);
 #pragma unroll
   for (int step = 0; step < STEPS; step++) {
@@ -296,7 +300,7 @@ extern "C" __global__ void __launch_bounds__(128) decode(const RecurArgs a) {
   }
   if (page < 0) {  // padding
     wait_copies<0>();
-    return zeros(a, row, a.count[seq], p.head, start, COLUMNS);
+    return zeros(a, row, a.count[seq], p.head, p.start, COLUMNS);
   }
   Token t;
   load_token(t, a, row, p);
@@ -304,24 +308,24 @@ extern "C" __global__ void __launch_bounds__(128) decode(const RecurArgs a) {
   float4 key[PARTS];
 #pragma unroll
   for (int j = 0; j < PARTS; j++)
-    key[j] = p.entry < n ? load4(derived + p.entry * a.log_stride + p.shared * DK + 4 * p.lane8 + 32 * j) : t.k[j];
+    key[j] = p.group < n ? load4(derived + p.group * a.log_stride + p.shared * DK + 4 * p.lane8 + 32 * j) : t.k[j];
   const float* cs = derived + KEYS + VALUES + p.head;
   const float c_last = n ? load(cs + (n - 1) * a.log_stride) : 0.f;
-  const float c_mine = p.entry < n ? load(cs + p.entry * a.log_stride) : 0.f;
+  const float c_mine = p.group < n ? load(cs + p.group * a.log_stride) : 0.f;
 #pragma unroll 8
   for (int i = threadIdx.x; i < ENTRIES * COLUMNS; i += 128) {
     int e = i / COLUMNS, column = i % COLUMNS;
-    one.u[e][column] = e < n ? load(derived + e * a.log_stride + KEYS + p.head * DV + start + column) : 0.f;
+    one.u[e][column] = e < n ? load(derived + e * a.log_stride + KEYS + p.head * DV + p.start + column) : 0.f;
   }
   const Gates g = gates_of(a, head_of(a, p), t, c_last);
   float by_k = DELTA ? over_row(dot(key, t.k)) : 0.f, by_q = over_row(dot(key, t.q));
   if (p.lane8 == 0) {
-    float share = p.entry < n ? expf(__fsub_rn(g.c, c_mine)) : 0.f;
-    one.past_k[p.entry] = __fmul_rn(by_k, share);
-    one.past_q[p.entry] = __fmul_rn(by_q, share);
-    if (p.entry == n) one.own_q = by_q;
+    float share = p.group < n ? expf(__fsub_rn(g.c, c_mine)) : 0.f;
+    one.past_k[p.group] = __fmul_rn(by_k, share);
+    one.past_q[p.group] = __fmul_rn(by_q, share);
+    if (p.group == n) one.own_q = by_q;
   }
-  const float* values = values_of(a, row, p) + start + mine;
+  const float* values = values_of(a, row, p) + p.start + p.group;
   float v[STEPS];
 #pragma unroll
   for (int step = 0; step < STEPS; step++) v[step] = load(values + step * 16);
@@ -329,29 +333,29 @@ extern "C" __global__ void __launch_bounds__(128) decode(const RecurArgs a) {
   const Past past = {{one.past_k[p.lane8], one.past_k[p.lane8 + 8]}, {one.past_q[p.lane8], one.past_q[p.lane8 + 8]},
                      one.own_q};
   float* entry = entry_of(a, page, slot);
-  float* out = a.out + (long long)row * VALUES + p.head * DV + start;
-  float* kept = entry + a.cols + KEYS + p.head * DV + start;
+  float* out = a.out + (long long)row * VALUES + p.head * DV + p.start;
+  float* kept = entry + a.cols + KEYS + p.head * DV + p.start;
 #pragma unroll
   for (int step = 0; step < STEPS; step++) {
     wait_copies_but(STEPS - 1 - step);
     float4 s[PARTS];
 #pragma unroll
     for (int j = 0; j < PARTS; j++) s[j] = state[(step * PARTS + j) * 128 + threadIdx.x];
-    const int column = step * 16 + mine;
+    const int column = step * 16 + p.group;
     Result made = one_row(s, t, g, past, v[step], one.u[p.lane8][column], one.u[p.lane8 + 8][column]);
     if (p.lane8 == 0) out[column] = made.y, kept[column] = made.u;
   }
-  if (threadIdx.x == 0 && start == 0) keep_gates(a, entry, t, g.c, p);
+  if (threadIdx.x == 0 && p.start == 0) keep_gates(a, entry, t, g.c, p);
 }
 
 // For each token, products of its k and q with the keys between it and its state.
 extern "C" __global__ void __launch_bounds__(128) relate(const RecurArgs a) {
-  Place p = place();
+  Place p = place<DV>();
   p.shared = blockIdx.y;
   const int row = blockIdx.x, seq = a.seq[row], n = a.entry[row];
   wait_for_previous();
   let_next_start();
-  const int i = row - a.first[seq], back = n - p.entry;
+  const int i = row - a.first[seq], back = n - p.group;
   Token t;
   const int of_q = DELTA ? 0 : VALUES + KEYS, of_k = DELTA ? KEYS : VALUES;
   const float* values = a.mixed + (long long)row * a.channels + p.shared * DK;
@@ -364,12 +368,12 @@ extern "C" __global__ void __launch_bounds__(128) relate(const RecurArgs a) {
   } else if (back <= i) {
     load_part(key, values + of_k - (long long)back * a.channels, p.lane8);
   } else {
-    const float* log = a.logs + a.log_in[seq] * a.log_words + a.log_at + p.entry * a.log_stride;
+    const float* log = a.logs + a.log_in[seq] * a.log_words + a.log_at + p.group * a.log_stride;
     load_part(key, log + a.cols + p.shared * DK, p.lane8);
   }
   float by_k = DELTA ? over_row(dot(key, t.k)) : 0.f, by_q = over_row(dot(key, t.q));
   float* out = a.related + ((long long)row * K_HEADS + p.shared) * 2 * ENTRIES;
-  if (p.lane8 == 0) out[p.entry] = by_k, out[ENTRIES + p.entry] = by_q;
+  if (p.lane8 == 0) out[p.group] = by_k, out[ENTRIES + p.group] = by_q;
 }
 
 __device__ __forceinline__ void load_past(Past& past, const RecurArgs& a, int row, const Place& p) {
@@ -380,19 +384,20 @@ __device__ __forceinline__ void load_past(Past& past, const RecurArgs& a, int ro
 
 // Any tokens of each sequence: block x has 32 rows of a head, block y a sequence.
 extern "C" __global__ void __launch_bounds__(128, 3) recur(const RecurArgs a) {
-  Log& log = *(Log*)shared_memory;
-  const Place p = place();
+  constexpr int R = ROWS / 16;
+  Log<R>& log = *(Log<R>*)shared_memory;
+  const Place p = place<ROWS>();
   const int seq = blockIdx.y;
   wait_for_previous();
   let_next_start();
   const int first = a.first[seq], count = a.count[seq], state_out = a.state_out[seq];
   if (!count) return;
-  if (a.page[first] < 0 && state_out < 0) return zeros(a, first, count, p.head, p.split * ROWS, ROWS);
-  float4 s[2][PARTS];
+  if (a.page[first] < 0 && state_out < 0) return zeros(a, first, count, p.head, p.start, ROWS);
+  float4 s[R][PARTS];
   const int state_in = a.state_in[seq], end = a.state_end[seq];
-  load_state(s, a.states + state_in * a.state_words + a.state_at, p, state_in >= 0);
+  load_state<R>(s, a.states + state_in * a.state_words + a.state_at, p, state_in >= 0);
   int n = a.length[seq], room = a.room[seq];
-  int column[2] = {p.split * ROWS + p.row[0], p.split * ROWS + p.row[1]};
+  int column[2] = {p.start + p.group, p.start + p.group + 16};
   int inside[2] = {column[0] < DV ? column[0] : 0, column[1] < DV ? column[1] : 0};
   Token token;  // loaded one ahead, since it comes from far away
   Past past;
@@ -415,7 +420,7 @@ extern "C" __global__ void __launch_bounds__(128, 3) recur(const RecurArgs a) {
       fold_log(s, log, n, p);
       __syncthreads();
       n = 0, room = a.log_tokens, c_last = 0.f;
-      if (i == end) store_state(s, a.states + state_out * a.state_words + a.state_at, p);
+      if (i == end) store_state<R>(s, a.states + state_out * a.state_words + a.state_at, p);
     }
     const int row = first + i;
     const Token t = token;
@@ -432,44 +437,47 @@ extern "C" __global__ void __launch_bounds__(128, 3) recur(const RecurArgs a) {
       now.k[h] = __fmul_rn(now.k[h], share), now.q[h] = __fmul_rn(now.q[h], share);
       if (p.lane8 + 8 * h == n) c[h] = g.c;
     }
-    if (p.entry == n) {  // for the next fold
+    if (p.group == n) {  // for the next fold
       log.c[n] = g.c;
 #pragma unroll
       for (int j = 0; j < PARTS; j++) *(float4*)&log.keys[n][4 * p.lane8 + 32 * j] = t.k[j];
     }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      Result made = one_row(s[r], t, g, now, mine[r], log.u[p.lane8][p.row[r]], log.u[p.lane8 + 8][p.row[r]]);
+      Result made = one_row(s[r], t, g, now, mine[r], log.u[p.lane8][16 * r + p.group],
+                            log.u[p.lane8 + 8][16 * r + p.group]);
       if (p.lane8 == 0 && column[r] < DV) {
         a.out[(long long)row * VALUES + p.head * DV + column[r]] = made.y;
         if (keeps) entry[a.cols + KEYS + p.head * DV + column[r]] = made.u;
       }
       __syncwarp();
-      if (p.lane8 == 0) log.u[n][p.row[r]] = made.u;
+      if (p.lane8 == 0) log.u[n][16 * r + p.group] = made.u;
     }
     __syncwarp();
-    if (keeps && p.split == 0 && threadIdx.x == 0) keep_gates(a, entry, t, g.c, p);
+    if (keeps && p.start == 0 && threadIdx.x == 0) keep_gates(a, entry, t, g.c, p);
     c_last = g.c, n++;
   }
   if (end == count) {
     __syncthreads();
     fold_log(s, log, n, p);
-    store_state(s, a.states + state_out * a.state_words + a.state_at, p);
+    store_state<R>(s, a.states + state_out * a.state_words + a.state_at, p);
   }
 }
 
+// Logs into states: block x has a part of a head, block y a fold, block z a layer.
 extern "C" __global__ void __launch_bounds__(128, 4) fold(const FoldArgs a) {
-  Log& log = *(Log*)shared_memory;
-  const Place p = place();
+  constexpr int R = FOLDED;
+  Log<R>& log = *(Log<R>*)shared_memory;
+  const Place p = place<16 * R>();
   wait_for_previous();
   let_next_start();
   const int which = blockIdx.y, layer = blockIdx.z;
-  const int state_in = a.state_in[which], n = a.n_entries[which];
+  const int state_in = a.state_in[which], n = a.n_entries[which], page = a.log[which], out = a.state_out[which];
   const long long state_at = a.offsets[layer] + a.tail_words, log_at = a.offsets[a.n_layers + layer];
-  float4 s[2][PARTS];
-  load_state(s, a.states + state_in * a.state_words + state_at, p, state_in >= 0);
-  load_log(log, a.logs + a.log[which] * a.log_words + log_at + a.cols, a.log_stride, n, p);
+  float4 s[R][PARTS];
+  load_state<R>(s, a.states + state_in * a.state_words + state_at, p, state_in >= 0);
+  load_log(log, a.logs + page * a.log_words + log_at + a.cols, a.log_stride, n, p);
   __syncthreads();
   fold_log(s, log, n, p);
-  store_state(s, a.states + a.state_out[which] * a.state_words + state_at, p);
+  store_state<R>(s, a.states + out * a.state_words + state_at, p);
 }
