@@ -29,7 +29,7 @@ from quire.memory.groups.recurrent import RecurrentGroup
 from quire.memory.groups.state_layout import RecurrentSpec, StateLayout
 from quire.memory.groups.views import StateView
 from quire.memory.memory import Memory
-from quire.ops.cuda import CudaOps, Machine, nvrtc
+from quire.ops.cuda import CudaOps, Machine, nvrtc, recur_native
 from quire.ops.cuda.driver import call
 from quire.ops.cuda.recurrent_rows import CudaLayer
 
@@ -46,31 +46,42 @@ struct InPlaceArgs {
   int cols, channels;
 };
 
-extern "C" __global__ void __launch_bounds__(128, 5) in_place(const InPlaceArgs a) {
-  const Place p = place();
-  const int seq = blockIdx.y;
-  float4 s[2][PARTS];
-  float* page = a.states + seq * a.state_words + a.state_at;
+extern "C" __global__ void __launch_bounds__(128) in_place(const InPlaceArgs a) {
+  constexpr int STEPS = COLUMNS / 16;
+  const Place p = place<COLUMNS>();
+  const int seq = blockIdx.y, mine = p.start + p.group;
+  float* state = a.states + seq * a.state_words + a.state_at + (p.head * DV + mine) * DK;
   wait_for_previous();
   let_next_start();
-  load_state(s, page, p, true);
+  const u32 to = shared_address(shared_memory + threadIdx.x);
+#pragma unroll
+  for (int i = 0; i < STEPS; i++) {
+    for (int j = 0; j < PARTS; j++)
+      copy16(to + (i * PARTS + j) * 128 * 16, state + i * 16 * DK + 4 * p.lane8 + 32 * j);
+    commit_copies();
+  }
   RecurArgs like{};
   like.x = a.x, like.mixed = a.mixed, like.cols = a.cols, like.channels = a.channels;
   Token t;
   load_token(t, like, seq, p);
+  float v[STEPS];
+  for (int i = 0; i < STEPS; i++) v[i] = load(values_of(like, seq, p) + mine + i * 16);
   const float decay = expf(a.a[p.head] * softplus(t.gate + a.dt_bias[p.head]));
-  const float rate = 1.f / (1.f + expf(-t.rate));
-  for (int r = 0; r < 2; r++) {
-    for (int j = 0; j < PARTS; j++) s[r][j] = scaled(s[r][j], decay);
-    float u = rate * (t.v[r] - over_row(dot(s[r], t.k)));
-    for (int j = 0; j < PARTS; j++) s[r][j] = added(s[r][j], u, t.k[j]);
-    float y = over_row(dot(s[r], t.q)) * rsqrtf((float)DK);
-    if (p.lane8 == 0) a.out[(long long)seq * VALUES + p.head * DV + p.split * ROWS + p.row[r]] = y;
+  const float rate = 1.f / (1.f + expf(-t.rate)), own = over_row(dot(t.k, t.q));
+#pragma unroll
+  for (int i = 0; i < STEPS; i++) {
+    wait_copies_but(STEPS - 1 - i);
+    float4 s[PARTS];
+    for (int j = 0; j < PARTS; j++) s[j] = shared_memory[(i * PARTS + j) * 128 + threadIdx.x];
+    float u = rate * (v[i] - decay * over_row(dot(s, t.k)));
+    float y = (decay * over_row(dot(s, t.q)) + own * u) * rsqrtf((float)DK);
+    if (p.lane8 == 0) a.out[(long long)seq * VALUES + p.head * DV + mine + i * 16] = y;
+    for (int j = 0; j < PARTS; j++)
+      ((float4*)(state + i * 16 * DK))[p.lane8 + 8 * j] = added(scaled(s[j], decay), u, t.k[j]);
   }
-  store_state(s, page, p);
 }
 """
-"""One token of the gated delta rule for a head's columns: the state is read and written."""
+"""One token of the gated delta rule for a head: its state is read and written."""
 
 
 class InPlace(ctypes.Structure):
@@ -83,14 +94,15 @@ class InPlace(ctypes.Structure):
     )  # fmt: skip
 
 
-def in_place_kernel() -> nvrtc.Kernel:
+def in_place_kernel(columns: int) -> nvrtc.Kernel:
     """Compiled with the functions that the package's kernels are made of."""
     source = nvrtc.source_of(["common", "recur"]) + IN_PLACE
-    shape = {"DK": DIM, "DV": DIM, "HEADS": HEADS, "K_HEADS": K_HEADS, "TILED": 0, "DELTA": 1}
+    shape = {"DK": DIM, "DV": DIM, "HEADS": HEADS, "K_HEADS": K_HEADS, "TILED": 0, "DELTA": 1,
+             "COLUMNS": columns}  # fmt: skip
     here = nvrtc.native(torch.device("cuda", 0))
     code, module = nvrtc.compile_source(source, here.architecture, shape), ctypes.c_void_p()
     call("cuModuleLoadData", ctypes.byref(module), code)
-    return nvrtc.Kernel(module, "in_place", 128, 0)
+    return nvrtc.Kernel(module, "in_place", 128, here.most_shared - 1024)
 
 
 class Rig:
@@ -151,7 +163,8 @@ class Rig:
 
     def step_in_place(self) -> Callable[[], None]:
         """All layers over one token of each sequence, by updating states."""
-        x, kernel = self.inputs(self.batch), in_place_kernel()
+        columns = recur_native._columns(self.layers[0], self.batch, 132)
+        x, kernel = self.inputs(self.batch), in_place_kernel(columns)
         out = torch.empty(self.batch, HEADS * DIM, device="cuda")
         mixed = torch.randn(self.batch, CHANNELS, device="cuda") * 0.1
         mixes = self.mixing(x)
@@ -163,7 +176,17 @@ class Rig:
                 sizes = self.layout.state_page_bytes // 4, at // 4 + layer.tail_words
                 given = InPlace(*(t.data_ptr() for t in tensors), *sizes, layer.in_cols, CHANNELS)
                 stream = torch.cuda.current_stream().cuda_stream
-                kernel.launch(stream, (HEADS * 4, self.batch, 1), 0, given)
+                kernel.launch(stream, (HEADS * DIM // columns, self.batch, 1), columns * DIM * 4, given)
+
+        return run
+
+    def only_mixing(self) -> Callable[[], None]:
+        """The convolutions of all layers, which are a part of every step."""
+        mixes = self.mixing(self.inputs(self.batch))
+
+        def run() -> None:
+            for layer, (at, _) in zip(self.layers, self.layout.offsets, strict=True):
+                mixes(layer, at)
 
         return run
 
@@ -174,7 +197,7 @@ class Rig:
         rows = np.arange(self.batch, dtype=np.int32)
         bases = self.states.data_ptr(), self.logs.data_ptr()
         states: Any = self.ops.states(self.view(0), *bases, rows)
-        first, _, state_in, log_in, length, state_out, end, _, seq, page, slot = states.columns
+        first, _, state_in, log_in, length, state_out, end, _, seq, page, slot, _ = states.columns
         mixed = torch.empty(self.batch, CHANNELS, device="cuda")
 
         def run(layer: CudaLayer, at: int) -> None:
@@ -228,6 +251,7 @@ def steps(batch: int, n_layers: int, seconds: float) -> dict[str, float]:
     found = {"in place": timed(rig.step_in_place(), seconds)}
     for length in (0, 8, 15):
         found[f"log of {length}"] = timed(rig.step(length, 1), seconds)
+    found["convolution"] = timed(rig.only_mixing(), seconds)
     found["fold of 16"] = timed(rig.fold(), seconds)
     found["verify 8"] = timed(rig.step(8, 8), seconds)
     found["mean"] = found["log of 8"] + found["fold of 16"] / LOG

@@ -249,7 +249,7 @@ def test_a_shape_that_is_filled_up_computes_the_same() -> None:
             rows = [(-1, -1, -1, 0, 1, 0), (-1, 2, -1, 0, 3, 2)]
             seq_rows, x = np.repeat([0, 1], [1, 7]).astype(np.int32), inputs(8, side.layer.in_cols)
             view, ops = side.view(rows), side.ops
-            shape = StateShape(8 + more, 2 + more)
+            shape = StateShape(8 + more, 2 + more, False)
             columns = ops.machine.upload_all(state_columns(view, seq_rows, shape))
             assert [len(column) for column in columns] == shape.sizes
             places = state_places(view, side.states.base, side.logs.base)

@@ -20,7 +20,7 @@ class _Recur(ctypes.Structure):
 
     _fields_ = (
         ("x", _P), ("mixed", _P), ("out", _P), ("a", _P), ("dt_bias", _P), ("skip", _P),
-        ("states", _P), ("logs", _P), ("columns", _P * 10), ("state_at", _L), ("log_at", _L),
+        ("states", _P), ("logs", _P), ("columns", _P * 12), ("related", _P), ("state_at", _L), ("log_at", _L),
         ("state_words", _L), ("log_words", _L), ("log_stride", _L), ("cols", _I),
         ("channels", _I), ("log_tokens", _I), ("dt_low", _F), ("dt_high", _F),
     )  # fmt: skip
@@ -63,39 +63,63 @@ def takes(machine: Machine, layer: Shaped, log_tokens: int) -> bool:
     return not machine.interpreted and whole and aligned
 
 
-def kernel_of(machine: Machine, layer: Shaped, name: str) -> Kernel:
+def kernel_of(machine: Machine, layer: Shaped, name: str, columns: int = 16) -> Kernel:
     """A kernel for a layer's shape."""
     return native(machine.device).kernel(
         ("common", "recur"), name, THREADS, DK=layer.dk, DV=layer.dv, HEADS=layer.heads,
         K_HEADS=layer.k_heads, TILED=int(layer.tiled), DELTA=int(layer.kind == "delta"),
+        COLUMNS=columns,
     )  # fmt: skip
 
 
-def programs(layer: Shaped) -> int:
-    """Blocks that share a sequence."""
-    return layer.heads * -(-layer.dv // ROWS)
+def _parts(layer: Shaped, rows: int) -> int:
+    """Blocks that share a state, with so many rows each."""
+    return layer.heads * -(-layer.dv // rows)
 
 
-def _shared(layer: Shaped) -> int:
+def _shared(layer: Shaped, rows: int) -> int:
     """Bytes of a Log of recur.cu."""
-    pitch = ROWS + 4
-    return 4 * (ENTRIES * (layer.dk + pitch + 1) + 4 * ENTRIES + 2)
+    return 4 * ENTRIES * (layer.dk + rows + 4 + 1)
+
+
+def _columns(layer: Shaped, n_seqs: int, processors: int) -> int:
+    """Rows of a state for a block that has one token: many, unless too few blocks were left."""
+    sizes = [size for size in (128, 64, 32, 16) if layer.dv % size == 0]
+    for size in sizes:
+        if layer.heads * (layer.dv // size) * n_seqs >= 2 * processors:
+            return size
+    return sizes[-1]
 
 
 def recur(
     machine: Machine, layer: Shaped, tensors: Sequence[torch.Tensor], bases: tuple[int, int],
     columns: Sequence[torch.Tensor], offsets: tuple[int, int], words: tuple[int, int, int],
-    log_tokens: int, dt_limits: tuple[float, float],
+    log_tokens: int, dt_limits: tuple[float, float], single: bool,
 ) -> None:  # fmt: skip
-    """x, mixed, out, a, dt_bias and skip; then what `kernels.recur` takes as well."""
+    """x, mixed, out, a, dt_bias and skip; then what `kernels.recur` takes as well.
+
+    `single`: each sequence has one token, which goes into its log.
+    """
     arguments = _Recur(
         *(each.data_ptr() for each in tensors), *bases,
-        (_P * 10)(*(column.data_ptr() for column in columns)), *offsets, *words, layer.in_cols,
-        layer.channels, log_tokens, *dt_limits,
+        (_P * 12)(*(column.data_ptr() for column in columns)), None, *offsets, *words,
+        layer.in_cols, layer.channels, log_tokens, *dt_limits,
     )  # fmt: skip
-    grid = programs(layer), len(columns[0]), 1
-    stream = native(machine.device).stream
-    kernel_of(machine, layer, "recur").launch(stream, grid, _shared(layer), arguments)
+    stream, n_seqs, n_tokens = native(machine.device).stream, len(columns[0]), len(columns[-1])
+    if single and layer.dv % 16 == 0:
+        columns_each = _columns(layer, n_seqs, native(machine.device).processors)
+        state = columns_each * layer.dk
+        shared = 4 * (state + ENTRIES * (columns_each + 4) + 2 * ENTRIES + 1)
+        decode = kernel_of(machine, layer, "decode", columns_each)
+        grid = _parts(layer, columns_each), n_seqs, 1
+        decode.launch(stream, grid, shared, arguments)
+        return
+    related = machine.empty(n_tokens, layer.k_heads, 2, ENTRIES)
+    arguments.related = related.data_ptr()
+    relate = kernel_of(machine, layer, "relate")
+    relate.launch(stream, (n_tokens, layer.k_heads, 1), 0, arguments)
+    grid = _parts(layer, ROWS), n_seqs, 1
+    kernel_of(machine, layer, "recur").launch(stream, grid, _shared(layer, ROWS), arguments)
 
 
 def fold(
@@ -108,6 +132,7 @@ def fold(
         *bases, offsets.data_ptr(), (_P * 4)(*(column.data_ptr() for column in columns)), *words,
         layers, tail_words, layer.in_cols,
     )  # fmt: skip
-    grid = programs(layer), len(columns[0]), layers
+    rows = 16 if layer.dv % 64 else 64
+    grid = _parts(layer, rows), len(columns[0]), layers
     stream = native(machine.device).stream
-    kernel_of(machine, layer, "fold").launch(stream, grid, _shared(layer), arguments)
+    kernel_of(machine, layer, "fold").launch(stream, grid, _shared(layer, rows), arguments)

@@ -147,9 +147,9 @@ class RecurrentLayers(Arrays):
         ahead = np.arange(len(rows)) - (np.cumsum(n_entries) - n_entries)[rows]
         first = np.cumsum(n_entries) - n_entries
         told = (first, n_entries, state_in, none, zero, none, none, n_entries, rows, log[rows],
-                ahead)  # fmt: skip
+                ahead, ahead)  # fmt: skip
         columns = self.machine.upload_all([column.astype(np.int32) for column in told])
-        states = CudaStates(places, StateShape(len(rows), n), columns)
+        states = CudaStates(places, StateShape(len(rows), n, False), columns)
         for layer, (state_at, log_at) in zip(layers_of(layers), offsets, strict=True):
             if layer.kind != "conv":
                 x = raw_inputs(self.machine, layer, states, log_at)

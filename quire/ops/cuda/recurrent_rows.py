@@ -137,20 +137,23 @@ class StateShape:
     tokens: int
     seqs: int
     """More than there are where there are more tokens: padding is a sequence too."""
+    single: bool
+    """Whether each sequence has one token, which goes into its log."""
 
     @property
     def sizes(self) -> list[int]:
         """Of the columns that kernels are told."""
-        return [self.seqs] * 8 + [self.tokens] * 3
+        return [self.seqs] * 8 + [self.tokens] * 4
 
 
 def state_shape(view: StateTables, seq_rows: Int32) -> StateShape:
     """The shape of a step as it is."""
-    return StateShape(len(seq_rows), len(view.state_in))
+    n = len(view.state_in)
+    return StateShape(len(seq_rows), n, len(seq_rows) == n and bool((view.state_out < 0).all()))
 
 
 def state_columns(view: StateTables, seq_rows: Int32, shape: StateShape) -> list[Int32]:
-    """What kernels are told of a step: eight numbers for each sequence, three for each token."""
+    """What kernels are told of a step: eight numbers for each sequence, four for each token."""
     n, tokens = len(view.state_in), np.arange(len(seq_rows), dtype=np.int32)
     count = np.bincount(seq_rows, minlength=n)
     starts = np.concatenate([[True], np.diff(seq_rows) != 0])
@@ -163,17 +166,26 @@ def state_columns(view: StateTables, seq_rows: Int32, shape: StateShape) -> list
     page = np.where(scans, view.log_kept, view.log_out)[seq_rows]
     page = np.where(behind, view.log_out[seq_rows], page)
     slot = ahead + np.where(behind, -end[seq_rows], view.log_length[seq_rows])
+    entry = _entries(view, seq_rows, ahead, end)
     columns = (
         first, count, view.state_in, view.log_in, view.log_length, view.state_out, end, view.room,
-        seq_rows, page, slot,
+        seq_rows, page, slot, entry,
     )  # fmt: skip
     # One sequence of padding has all tokens of padding, others have none.
     spare = shape.tokens - len(tokens)
     assert shape.seqs > n or not spare, "padding needs a sequence"
-    fill = (len(tokens), 0, -1, -1, 0, -1, -1, 1, n, -1, 0)
+    fill = (len(tokens), 0, -1, -1, 0, -1, -1, 1, n, -1, 0, 0)
     made = [_filled(*each) for each in zip(columns, shape.sizes, fill, strict=True)]
     made[0][n:], made[1][n : n + 1] = min(len(tokens), shape.tokens - 1), spare
     return made
+
+
+def _entries(view: StateTables, seq_rows: Int32, ahead: Int32, end: Int32) -> Int32:
+    """For each token, how many tokens are between it and its state."""
+    length, every = view.log_length[seq_rows], view.layout.log_tokens
+    until, ends = view.room[seq_rows] - length, end[seq_rows]
+    entry = np.where(ahead < until, length + ahead, (ahead - until) % every)
+    return np.where((ends >= 0) & (ahead >= ends), (ahead - ends) % every, entry)
 
 
 def _filled(column: Int32, size: int, value: int) -> Int32:
@@ -197,7 +209,8 @@ def run(
     x: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """Takes new tokens through a layer: outputs, states, logs and tails."""
-    first, count, state_in, log_in, length, state_out, end, room, seq, page, slot = states.columns
+    first, count, state_in, log_in, length, state_out, end, room, *tokens = states.columns
+    seq, page, slot, _ = tokens
     words = states.places.words
     mixed = machine.empty(states.shape.tokens, layer.channels)
     gated = layer.kind == "conv"
@@ -217,12 +230,12 @@ def run(
     out = machine.empty(states.shape.tokens, layer.out_cols)
     log_tokens, bases = states.places.log_tokens, states.places.bases
     if recur_native.takes(machine, layer, log_tokens):
-        columns = first, count, state_in, log_in, length, state_out, end, room, page, slot
         tensors = x, mixed, out, layer.a, layer.dt_bias, layer.d
         places = state_at // 4 + layer.tail_words, log_at // 4
         recur_native.recur(
-            machine, layer, tensors, bases, columns, places, words, log_tokens, layer.dt_limits
-        )
+            machine, layer, tensors, bases, states.columns, places, words, log_tokens,
+            layer.dt_limits, states.shape.single,
+        )  # fmt: skip
         return out
     kernels.recur[(layer.programs, states.shape.seqs)](
         x, mixed, out, layer.a, layer.dt_bias, layer.d, *bases, first, count,
@@ -239,7 +252,7 @@ def raw_inputs(machine: Machine, layer: CudaLayer, states: CudaStates, log_at: i
     x = machine.empty(states.shape.tokens, layer.in_cols)
     _, words, stride = states.places.words
     kernels.raw_inputs[(states.shape.tokens, triton.cdiv(layer.in_cols, _KEPT))](
-        x, states.places.log_base, *states.columns[-2:], log_at // 4, words, stride, layer.in_cols,
+        x, states.places.log_base, *states.columns[9:11], log_at // 4, words, stride, layer.in_cols,
         BLOCK=_KEPT,
     )  # fmt: skip
     return x

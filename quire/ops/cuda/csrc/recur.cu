@@ -1,24 +1,26 @@
 // Recurrent layers: new tokens behind a state and a log, and logs folded into states. The formulas
 // are those of kernels/recur.py, which is what runs where shapes are odd.
 //
-// A block has one head of one sequence and 32 columns of its values, which are rows of its state:
-// eight threads to a row, each with DK / 8 of its values in registers, four at a time. Sums over a
-// row are chains in a thread, then a tree over the eight; a row's share of the log is in the same
-// sum. So what a token gets depends on its head's values alone. Compiled for one shape: DK (a
-// multiple of 32), DV, HEADS, K_HEADS, TILED, DELTA.
+// A state is a row of DK values for each column of its values. Eight threads share a row, each with
+// DK / 8 of its values, four at a time. Sums over a row are chains in a thread, then a tree over the
+// eight; a row's share of the log is in the same sum. So what a token gets depends on its head's
+// values alone, whether it comes by itself (`decode`, which streams a whole head) or with others
+// (`recur`, which keeps 32 rows in registers). Compiled for one shape: DK (a multiple of 32), DV,
+// HEADS, K_HEADS, TILED, DELTA, and COLUMNS, the rows of a block of `decode`: a multiple of 16.
 
-constexpr int ROWS = 32;     // of a state in a block
+constexpr int ROWS = 32;     // of a state in a block of `recur`, 16 for each of its threads' rows
+constexpr int FOLDED = DV % 64 ? 1 : 4;  // rows of a thread of `fold`
 constexpr int ENTRIES = 16;  // of a log, at most
 constexpr int PARTS = DK / 32;
-constexpr int PITCH = ROWS + 4;  // of u in shared memory, so that eight entries of four rows meet in no bank
-constexpr int KEYS = K_HEADS * DK, VALUES = HEADS * DV, SPLITS = (DV + ROWS - 1) / ROWS;
+constexpr int KEYS = K_HEADS * DK, VALUES = HEADS * DV;
 
 struct RecurArgs {
   const float *x, *mixed;
   float* out;
   const float *a, *dt_bias, *skip;
   float *states, *logs;
-  const int *first, *count, *state_in, *log_in, *length, *state_out, *state_end, *room, *page, *slot;
+  const int *first, *count, *state_in, *log_in, *length, *state_out, *state_end, *room, *seq, *page, *slot, *entry;
+  float* related;  // [tokens][K_HEADS][2][ENTRIES]: k, then q, times the keys before; q times its own at its entry
   long long state_at, log_at, state_words, log_words, log_stride;
   int cols, channels, log_tokens;
   float dt_low, dt_high;
@@ -32,28 +34,46 @@ struct FoldArgs {
   int n_layers, tail_words, cols;
 };
 
-struct Log {
+// A log, and u of 16 · R columns: eight entries of four of them meet in no bank.
+template <int R> struct Log {
   float keys[ENTRIES][DK];
-  float u[ENTRIES][PITCH];
+  float u[ENTRIES][16 * R + 4];
   float c[ENTRIES];
-  float past_k[2][ENTRIES], past_q[2][ENTRIES], own_q[2];
+};
+
+struct One {  // what the warps of `decode` tell each other
+  float u[ENTRIES][COLUMNS + 4];
+  float past_k[ENTRIES], past_q[ENTRIES], own_q;
 };
 
 extern __shared__ float4 shared_memory[];  // one Log
 
+// Where a thread is: in a group of eight, of which there are 16; in a head, from a column on.
 struct Place {
-  int lane8, group, row[2], entry, head, shared, split;
+  int lane8, group, head, shared, start;
 };
 
-__device__ __forceinline__ Place place() {
+template <int COLUMNS_EACH> __device__ __forceinline__ Place place() {
+  constexpr int SPLITS = (DV + COLUMNS_EACH - 1) / COLUMNS_EACH;
   Place p;
-  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  p.lane8 = lane & 7, p.group = lane >> 3;
-  p.row[0] = warp * 8 + p.group, p.row[1] = p.row[0] + 4;
-  p.entry = warp * 4 + p.group;
-  p.head = blockIdx.x / SPLITS, p.split = blockIdx.x % SPLITS;
+  p.lane8 = threadIdx.x & 7, p.group = threadIdx.x >> 3;
+  p.head = blockIdx.x / SPLITS, p.start = blockIdx.x % SPLITS * COLUMNS_EACH;
   p.shared = TILED ? p.head % K_HEADS : p.head / (HEADS / K_HEADS);
   return p;
+}
+
+// Waits for all copies of this thread but the last few; a number that unrolling makes a constant.
+__device__ __forceinline__ void wait_copies_but(int pending) {
+  switch (pending) {
+    case 0: return wait_copies<0>();
+    case 1: return wait_copies<1>();
+    case 2: return wait_copies<2>();
+    case 3: return wait_copies<3>();
+    case 4: return wait_copies<4>();
+    case 5: return wait_copies<5>();
+    case 6: return wait_copies<6>();
+    default: return wait_copies<7>();
+  }
 }
 
 __device__ __forceinline__ float4 zero4() { return {0.f, 0.f, 0.f, 0.f}; }
@@ -96,10 +116,12 @@ __device__ __forceinline__ void load_part(float4* v, const float* from, int lane
   for (int j = 0; j < PARTS; j++) v[j] = load4(from + 4 * lane8 + 32 * j);
 }
 
+// Rows group, group + 16, … from the start on.
+template <int R>
 __device__ __forceinline__ void load_state(float4 (*s)[PARTS], const float* page, const Place& p, bool known) {
 #pragma unroll
-  for (int r = 0; r < 2; r++) {
-    int column = p.split * ROWS + p.row[r];
+  for (int r = 0; r < R; r++) {
+    int column = p.start + 16 * r + p.group;
     bool there = known && column < DV;
     const float* at = page + (long long)(p.head * DV + column) * DK;
 #pragma unroll
@@ -107,10 +129,10 @@ __device__ __forceinline__ void load_state(float4 (*s)[PARTS], const float* page
   }
 }
 
-__device__ __forceinline__ void store_state(float4 (*s)[PARTS], float* page, const Place& p) {
+template <int R> __device__ __forceinline__ void store_state(float4 (*s)[PARTS], float* page, const Place& p) {
 #pragma unroll
-  for (int r = 0; r < 2; r++) {
-    int column = p.split * ROWS + p.row[r];
+  for (int r = 0; r < R; r++) {
+    int column = p.start + 16 * r + p.group;
     float4* at = (float4*)(page + (long long)(p.head * DV + column) * DK);
     if (column < DV)
 #pragma unroll
@@ -119,39 +141,43 @@ __device__ __forceinline__ void store_state(float4 (*s)[PARTS], float* page, con
 }
 
 // The first n entries of a log, from where derived values start; zeros behind them.
-__device__ __forceinline__ void load_log(Log& log, const float* derived, long long stride, int n, const Place& p) {
-  const float* mine = derived + p.entry * stride + p.shared * DK;
+template <int R>
+__device__ __forceinline__ void load_log(Log<R>& log, const float* derived, long long stride, int n, const Place& p) {
+  const float* mine = derived + p.group * stride + p.shared * DK;
 #pragma unroll
   for (int j = 0; j < PARTS; j++) {
-    float4 k = p.entry < n ? load4(mine + 4 * p.lane8 + 32 * j) : zero4();
-    *(float4*)&log.keys[p.entry][4 * p.lane8 + 32 * j] = k;
+    float4 k = p.group < n ? load4(mine + 4 * p.lane8 + 32 * j) : zero4();
+    *(float4*)&log.keys[p.group][4 * p.lane8 + 32 * j] = k;
   }
-  int column = p.split * ROWS + (threadIdx.x & 31);
 #pragma unroll
-  for (int e = threadIdx.x >> 5; e < ENTRIES; e += 4) {
-    bool there = e < n && column < DV;
-    log.u[e][threadIdx.x & 31] = there ? load(derived + e * stride + KEYS + p.head * DV + column) : 0.f;
+  for (int i = threadIdx.x; i < ENTRIES * 16 * R; i += 128) {
+    int e = i / (16 * R), column = i % (16 * R);
+    bool there = e < n && p.start + column < DV;
+    log.u[e][column] = there ? load(derived + e * stride + KEYS + p.head * DV + p.start + column) : 0.f;
   }
   if (threadIdx.x < ENTRIES)
     log.c[threadIdx.x] = threadIdx.x < n ? load(derived + threadIdx.x * stride + KEYS + VALUES + p.head) : 0.f;
 }
 
 // A state and the n tokens behind it become a state. All threads have written what is in the log.
-__device__ __forceinline__ void fold_log(float4 (*s)[PARTS], const Log& log, int n, const Place& p) {
+template <int R>
+__device__ __forceinline__ void fold_log(float4 (*s)[PARTS], const Log<R>& log, int n, const Place& p) {
   float last = n ? log.c[n - 1] : 0.f;
   float decay = expf(last);
 #pragma unroll
-  for (int r = 0; r < 2; r++)
+  for (int r = 0; r < R; r++)
 #pragma unroll
     for (int j = 0; j < PARTS; j++) s[r][j] = scaled(s[r][j], decay);
+#pragma unroll 1
   for (int e = 0; e < n; e++) {
-    float share = expf(__fsub_rn(last, log.c[e]));
-    float by[2] = {__fmul_rn(share, log.u[e][p.row[0]]), __fmul_rn(share, log.u[e][p.row[1]])};
+    float share = expf(__fsub_rn(last, log.c[e])), by[R];
+#pragma unroll
+    for (int r = 0; r < R; r++) by[r] = __fmul_rn(share, log.u[e][16 * r + p.group]);
 #pragma unroll
     for (int j = 0; j < PARTS; j++) {
       float4 k = *(const float4*)&log.keys[e][4 * p.lane8 + 32 * j];
-      s[0][j] = added(s[0][j], by[0], k);
-      s[1][j] = added(s[1][j], by[1], k);
+#pragma unroll
+      for (int r = 0; r < R; r++) s[r][j] = added(s[r][j], by[r], k);
     }
   }
 }
@@ -160,135 +186,298 @@ __device__ __forceinline__ float softplus(float x) {
   return __fadd_rn(fmaxf(x, 0.f), logf(__fadd_rn(1.f, expf(-fabsf(x)))));
 }
 
-// What a token brings: loaded one token ahead, since it comes from far away.
+// What a token brings.
 struct Token {
   float4 k[PARTS], q[PARTS];
-  float v[2], gate, rate;
+  float gate, rate;
 };
+
+__device__ __forceinline__ const float* values_of(const RecurArgs& a, int row, const Place& p) {
+  return a.mixed + (long long)row * a.channels + (DELTA ? 2 * KEYS : 0) + p.head * DV;
+}
 
 __device__ __forceinline__ void load_token(Token& t, const RecurArgs& a, int row, const Place& p) {
   const float* values = a.mixed + (long long)row * a.channels;
   const float* raw = a.x + (long long)row * a.cols + a.channels;
   load_part(t.q, values + (DELTA ? p.shared * DK : VALUES + KEYS + p.shared * DK), p.lane8);
   load_part(t.k, values + (DELTA ? KEYS + p.shared * DK : VALUES + p.shared * DK), p.lane8);
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
-    int column = p.split * ROWS + p.row[r];
-    t.v[r] = column < DV ? load(values + (DELTA ? 2 * KEYS : 0) + p.head * DV + column) : 0.f;
-  }
   t.gate = load(raw + (DELTA ? HEADS : 0) + p.head);
   t.rate = DELTA ? load(raw + p.head) : 0.f;
 }
 
-extern "C" __global__ void __launch_bounds__(128, 4) recur(const RecurArgs a) {
-  Log& log = *(Log*)shared_memory;
-  const Place p = place();
+// Weights of a head.
+struct Head {
+  float a, bias, skip;
+};
+
+__device__ __forceinline__ Head head_of(const RecurArgs& a, const Place& p) {
+  return {a.a[p.head], a.dt_bias[p.head], DELTA ? 0.f : a.skip[p.head]};
+}
+
+// Of a head, the same for all of its rows: c is the log-decay behind the state, dt its step.
+struct Gates {
+  float c, decay, dt, rate, skip;
+};
+
+__device__ __forceinline__ Gates gates_of(const RecurArgs& a, const Head& h, const Token& t, float c_last) {
+  Gates g;
+  g.dt = softplus(__fadd_rn(t.gate, h.bias));
+  if (!DELTA) g.dt = fminf(fmaxf(g.dt, a.dt_low), a.dt_high);
+  g.c = __fmaf_rn(h.a, g.dt, c_last);
+  g.decay = expf(g.c);
+  g.rate = DELTA ? __fdiv_rn(1.f, __fadd_rn(1.f, expf(-t.rate))) : 0.f;
+  g.skip = h.skip;
+  return g;
+}
+
+// What the entries lane8 and lane8 + 8 have in a token's sums, and q times its own key.
+struct Past {
+  float k[2], q[2], own;
+};
+
+struct Result {
+  float y, u;
+};
+
+// One row of the state, and u of the entries lane8 and lane8 + 8 in this row.
+__device__ __forceinline__ Result one_row(const float4* s, const Token& t, const Gates& g, const Past& past, float v,
+                                          float u_low, float u_high) {
+  Result made;
+  float y = __fmul_rn(g.decay, dot(s, t.q));
+  y = __fmaf_rn(past.q[0], u_low, y);
+  y = over_row(__fmaf_rn(past.q[1], u_high, y));
+  if (DELTA) {
+    float seen = __fmul_rn(g.decay, dot(s, t.k));
+    seen = __fmaf_rn(past.k[0], u_low, seen);
+    seen = over_row(__fmaf_rn(past.k[1], u_high, seen));
+    made.u = __fmul_rn(g.rate, __fsub_rn(v, seen));
+    made.y = __fmul_rn(__fmaf_rn(past.own, made.u, y), rsqrtf((float)DK));
+  } else {
+    made.u = __fmul_rn(g.dt, v);
+    made.y = __fmaf_rn(g.skip, v, __fmaf_rn(past.own, made.u, y));
+  }
+  return made;
+}
+
+__device__ __forceinline__ float* entry_of(const RecurArgs& a, int page, int slot) {
+  return a.logs + (page < 0 ? 0 : page * a.log_words + a.log_at + slot * a.log_stride);
+}
+
+__device__ __forceinline__ void keep_gates(const RecurArgs& a, float* entry, const Token& t, float c, const Place& p) {
+  entry[a.cols + KEYS + VALUES + p.head] = c;
+  entry[a.channels + (DELTA ? HEADS : 0) + p.head] = t.gate;
+  if (DELTA) entry[a.channels + p.head] = t.rate;
+}
+
+__device__ __forceinline__ void zeros(const RecurArgs& a, int first, int count, int head, int column, int columns) {
+  for (int i = threadIdx.x; i < count * columns; i += 128) {
+    int at = column + i % columns;
+    if (at < DV) a.out[(long long)(first + i / columns) * VALUES + head * DV + at] = 0.f;
+  }
+}
+
+// One token of each sequence, into its log: block x has COLUMNS of a head, block y a sequence. All of
+// their state is on its way before anything else is asked for; each thread waits for its own part.
+extern "C" __global__ void __launch_bounds__(128) decode(const RecurArgs a) {
+  constexpr int STEPS = COLUMNS / 16;
+  float4* state = shared_memory;  // [STEPS][PARTS][128 threads]
+  One& one = *(One*)(shared_memory + STEPS * PARTS * 128);
+  const Place p = place<COLUMNS>();
+  const int seq = blockIdx.y;
+  wait_for_previous();
+  let_next_start();
+  const int row = a.first[seq], n = a.length[seq], state_in = a.state_in[seq], log_in = a.log_in[seq];
+  const int page = a.page[row], slot = a.slot[row];
+  const float* from = a.states + state_in * a.state_words + a.state_at + (long long)(p.head * DV + p.start + p.group) * DK;
+  const u32 to = shared_address(state + threadIdx.x);
+#pragma unroll
+  for (int step = 0; step < STEPS; step++) {
+#pragma unroll
+    for (int j = 0; j < PARTS; j++)
+      copy16_if(to + (step * PARTS + j) * 128 * 16, from + (state_in < 0 ? 0 : step * 16 * DK + 4 * p.lane8 + 32 * j),
+                state_in >= 0);
+    commit_copies();
+  }
+  if (page < 0) {  // padding
+    wait_copies<0>();
+    return zeros(a, row, a.count[seq], p.head, p.start, COLUMNS);
+  }
+  Token t;
+  load_token(t, a, row, p);
+  const float* derived = a.logs + log_in * a.log_words + a.log_at + a.cols;
+  float4 key[PARTS];
+#pragma unroll
+  for (int j = 0; j < PARTS; j++)
+    key[j] = p.group < n ? load4(derived + p.group * a.log_stride + p.shared * DK + 4 * p.lane8 + 32 * j) : t.k[j];
+  const float* cs = derived + KEYS + VALUES + p.head;
+  const float c_last = n ? load(cs + (n - 1) * a.log_stride) : 0.f;
+  const float c_mine = p.group < n ? load(cs + p.group * a.log_stride) : 0.f;
+#pragma unroll 8
+  for (int i = threadIdx.x; i < ENTRIES * COLUMNS; i += 128) {
+    int e = i / COLUMNS, column = i % COLUMNS;
+    one.u[e][column] = e < n ? load(derived + e * a.log_stride + KEYS + p.head * DV + p.start + column) : 0.f;
+  }
+  const Gates g = gates_of(a, head_of(a, p), t, c_last);
+  float by_k = DELTA ? over_row(dot(key, t.k)) : 0.f, by_q = over_row(dot(key, t.q));
+  if (p.lane8 == 0) {
+    float share = p.group < n ? expf(__fsub_rn(g.c, c_mine)) : 0.f;
+    one.past_k[p.group] = __fmul_rn(by_k, share);
+    one.past_q[p.group] = __fmul_rn(by_q, share);
+    if (p.group == n) one.own_q = by_q;
+  }
+  const float* values = values_of(a, row, p) + p.start + p.group;
+  float v[STEPS];
+#pragma unroll
+  for (int step = 0; step < STEPS; step++) v[step] = load(values + step * 16);
+  __syncthreads();
+  const Past past = {{one.past_k[p.lane8], one.past_k[p.lane8 + 8]}, {one.past_q[p.lane8], one.past_q[p.lane8 + 8]},
+                     one.own_q};
+  float* entry = entry_of(a, page, slot);
+  float* out = a.out + (long long)row * VALUES + p.head * DV + p.start;
+  float* kept = entry + a.cols + KEYS + p.head * DV + p.start;
+#pragma unroll
+  for (int step = 0; step < STEPS; step++) {
+    wait_copies_but(STEPS - 1 - step);
+    float4 s[PARTS];
+#pragma unroll
+    for (int j = 0; j < PARTS; j++) s[j] = state[(step * PARTS + j) * 128 + threadIdx.x];
+    const int column = step * 16 + p.group;
+    Result made = one_row(s, t, g, past, v[step], one.u[p.lane8][column], one.u[p.lane8 + 8][column]);
+    if (p.lane8 == 0) out[column] = made.y, kept[column] = made.u;
+  }
+  if (threadIdx.x == 0 && p.start == 0) keep_gates(a, entry, t, g.c, p);
+}
+
+// For each token, products of its k and q with the keys between it and its state.
+extern "C" __global__ void __launch_bounds__(128) relate(const RecurArgs a) {
+  Place p = place<DV>();
+  p.shared = blockIdx.y;
+  const int row = blockIdx.x, seq = a.seq[row], n = a.entry[row];
+  wait_for_previous();
+  let_next_start();
+  const int i = row - a.first[seq], back = n - p.group;
+  Token t;
+  const int of_q = DELTA ? 0 : VALUES + KEYS, of_k = DELTA ? KEYS : VALUES;
+  const float* values = a.mixed + (long long)row * a.channels + p.shared * DK;
+  load_part(t.q, values + of_q, p.lane8);
+  load_part(t.k, values + of_k, p.lane8);
+  float4 key[PARTS];
+  if (back < 0) {
+#pragma unroll
+    for (int j = 0; j < PARTS; j++) key[j] = zero4();
+  } else if (back <= i) {
+    load_part(key, values + of_k - (long long)back * a.channels, p.lane8);
+  } else {
+    const float* log = a.logs + a.log_in[seq] * a.log_words + a.log_at + p.group * a.log_stride;
+    load_part(key, log + a.cols + p.shared * DK, p.lane8);
+  }
+  float by_k = DELTA ? over_row(dot(key, t.k)) : 0.f, by_q = over_row(dot(key, t.q));
+  float* out = a.related + ((long long)row * K_HEADS + p.shared) * 2 * ENTRIES;
+  if (p.lane8 == 0) out[p.group] = by_k, out[ENTRIES + p.group] = by_q;
+}
+
+__device__ __forceinline__ void load_past(Past& past, const RecurArgs& a, int row, const Place& p) {
+  const float* from = a.related + ((long long)row * K_HEADS + p.shared) * 2 * ENTRIES;
+  past.k[0] = load(from + p.lane8), past.k[1] = load(from + p.lane8 + 8);
+  past.q[0] = load(from + ENTRIES + p.lane8), past.q[1] = load(from + ENTRIES + p.lane8 + 8);
+}
+
+// Any tokens of each sequence: block x has 32 rows of a head, block y a sequence.
+extern "C" __global__ void __launch_bounds__(128, 3) recur(const RecurArgs a) {
+  constexpr int R = ROWS / 16;
+  Log<R>& log = *(Log<R>*)shared_memory;
+  const Place p = place<ROWS>();
   const int seq = blockIdx.y;
   wait_for_previous();
   let_next_start();
   const int first = a.first[seq], count = a.count[seq], state_out = a.state_out[seq];
   if (!count) return;
-  if (a.page[first] < 0 && state_out < 0) {  // padding
-    for (int i = threadIdx.x; i < count * ROWS; i += 128) {
-      int column = p.split * ROWS + i % ROWS;
-      if (column < DV) a.out[(long long)(first + i / ROWS) * VALUES + p.head * DV + column] = 0.f;
-    }
-    return;
-  }
-  float4 s[2][PARTS];
+  if (a.page[first] < 0 && state_out < 0) return zeros(a, first, count, p.head, p.start, ROWS);
+  float4 s[R][PARTS];
   const int state_in = a.state_in[seq], end = a.state_end[seq];
-  load_state(s, a.states + state_in * a.state_words + a.state_at, p, state_in >= 0);
-  Token token;
-  load_token(token, a, first, p);
+  load_state<R>(s, a.states + state_in * a.state_words + a.state_at, p, state_in >= 0);
   int n = a.length[seq], room = a.room[seq];
+  int column[2] = {p.start + p.group, p.start + p.group + 16};
+  int inside[2] = {column[0] < DV ? column[0] : 0, column[1] < DV ? column[1] : 0};
+  Token token;  // loaded one ahead, since it comes from far away
+  Past past;
+  float v[2];
+  int page, slot;
+  auto fetch = [&](int row) {
+    load_token(token, a, row, p);
+    load_past(past, a, row, p);
+    for (int r = 0; r < 2; r++) v[r] = load(values_of(a, row, p) + inside[r]);
+    page = a.page[row], slot = a.slot[row];
+  };
+  fetch(first);
   load_log(log, a.logs + a.log_in[seq] * a.log_words + a.log_at + a.cols, a.log_stride, n, p);
-  const float a_log = a.a[p.head], bias = a.dt_bias[p.head], skip = a.skip[p.head];
+  const Head head = head_of(a, p);
   __syncthreads();
-  float c_last = n ? log.c[n - 1] : 0.f, c_mine = log.c[p.entry];
+  float c_last = n ? log.c[n - 1] : 0.f, c[2] = {log.c[p.lane8], log.c[p.lane8 + 8]};
   for (int i = 0; i < count; i++) {
     if (n == room || i == end) {
       __syncthreads();
       fold_log(s, log, n, p);
       __syncthreads();
       n = 0, room = a.log_tokens, c_last = 0.f;
-      if (i == end) store_state(s, a.states + state_out * a.state_words + a.state_at, p);
+      if (i == end) store_state<R>(s, a.states + state_out * a.state_words + a.state_at, p);
     }
-    const int row = first + i, turn = i & 1;
-    Token now = token;
-    if (i + 1 < count) load_token(token, a, row + 1, p);
-    float dt = softplus(__fadd_rn(now.gate, bias));
-    if (!DELTA) dt = fminf(fmaxf(dt, a.dt_low), a.dt_high);
-    const float c = __fmaf_rn(a_log, dt, c_last), decay = expf(c);
-    if (p.entry == n) {
-      c_mine = c;
-      log.c[n] = c;
+    const int row = first + i;
+    const Token t = token;
+    Past now = past;
+    const float mine[2] = {v[0], v[1]};
+    const bool keeps = page >= 0;
+    float* entry = entry_of(a, page, slot);
+    if (i + 1 < count) fetch(row + 1);
+    now.own = __shfl_sync(~0u, n < 8 ? now.q[0] : now.q[1], (threadIdx.x & 24) | (n & 7));
+    const Gates g = gates_of(a, head, t, c_last);
 #pragma unroll
-      for (int j = 0; j < PARTS; j++) *(float4*)&log.keys[n][4 * p.lane8 + 32 * j] = now.k[j];
+    for (int h = 0; h < 2; h++) {
+      float share = p.lane8 + 8 * h < n ? expf(__fsub_rn(g.c, c[h])) : 0.f;
+      now.k[h] = __fmul_rn(now.k[h], share), now.q[h] = __fmul_rn(now.q[h], share);
+      if (p.lane8 + 8 * h == n) c[h] = g.c;
     }
-    float4 key[PARTS];
+    if (p.group == n) {  // for the next fold
+      log.c[n] = g.c;
 #pragma unroll
-    for (int j = 0; j < PARTS; j++) key[j] = *(const float4*)&log.keys[p.entry][4 * p.lane8 + 32 * j];
-    float by_k = DELTA ? over_row(dot(key, now.k)) : 0.f, by_q = over_row(dot(key, now.q));
-    if (p.lane8 == 0) {
-      float share = p.entry < n ? expf(__fsub_rn(c, c_mine)) : 0.f;
-      log.past_k[turn][p.entry] = __fmul_rn(by_k, share);
-      log.past_q[turn][p.entry] = __fmul_rn(by_q, share);
-      if (p.entry == n) log.own_q[turn] = by_q;
+      for (int j = 0; j < PARTS; j++) *(float4*)&log.keys[n][4 * p.lane8 + 32 * j] = t.k[j];
     }
-    __syncthreads();
-    const int page = a.page[row];
-    float* entry = a.logs + (page < 0 ? 0 : page * a.log_words + a.log_at + a.slot[row] * a.log_stride);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const int column = p.split * ROWS + p.row[r];
-      float u_low = log.u[p.lane8][p.row[r]], u_high = log.u[p.lane8 + 8][p.row[r]];
-      float y = __fmul_rn(decay, dot(s[r], now.q)), mine;
-      y = __fmaf_rn(log.past_q[turn][p.lane8], u_low, y);
-      y = over_row(__fmaf_rn(log.past_q[turn][p.lane8 + 8], u_high, y));
-      if (DELTA) {
-        float seen = __fmul_rn(decay, dot(s[r], now.k));
-        seen = __fmaf_rn(log.past_k[turn][p.lane8], u_low, seen);
-        seen = over_row(__fmaf_rn(log.past_k[turn][p.lane8 + 8], u_high, seen));
-        float rate = __fdiv_rn(1.f, __fadd_rn(1.f, expf(-now.rate)));
-        mine = __fmul_rn(rate, __fsub_rn(now.v[r], seen));
-        y = __fmul_rn(__fmaf_rn(log.own_q[turn], mine, y), rsqrtf((float)DK));
-      } else {
-        mine = __fmul_rn(dt, now.v[r]);
-        y = __fmaf_rn(skip, now.v[r], __fmaf_rn(log.own_q[turn], mine, y));
-      }
-      if (p.lane8 == 0 && column < DV) {
-        a.out[(long long)row * VALUES + p.head * DV + column] = y;
-        if (page >= 0) entry[a.cols + KEYS + p.head * DV + column] = mine;
+      Result made = one_row(s[r], t, g, now, mine[r], log.u[p.lane8][16 * r + p.group],
+                            log.u[p.lane8 + 8][16 * r + p.group]);
+      if (p.lane8 == 0 && column[r] < DV) {
+        a.out[(long long)row * VALUES + p.head * DV + column[r]] = made.y;
+        if (keeps) entry[a.cols + KEYS + p.head * DV + column[r]] = made.u;
       }
       __syncwarp();
-      if (p.lane8 == 0) log.u[n][p.row[r]] = mine;
+      if (p.lane8 == 0) log.u[n][16 * r + p.group] = made.u;
     }
-    if (page >= 0 && p.split == 0 && threadIdx.x == 0) {
-      entry[a.cols + KEYS + VALUES + p.head] = c;
-      entry[a.channels + (DELTA ? HEADS : 0) + p.head] = now.gate;
-      if (DELTA) entry[a.channels + p.head] = now.rate;
-    }
-    c_last = c, n++;
+    __syncwarp();
+    if (keeps && p.start == 0 && threadIdx.x == 0) keep_gates(a, entry, t, g.c, p);
+    c_last = g.c, n++;
   }
   if (end == count) {
     __syncthreads();
     fold_log(s, log, n, p);
-    store_state(s, a.states + state_out * a.state_words + a.state_at, p);
+    store_state<R>(s, a.states + state_out * a.state_words + a.state_at, p);
   }
 }
 
+// Logs into states: block x has a part of a head, block y a fold, block z a layer.
 extern "C" __global__ void __launch_bounds__(128, 4) fold(const FoldArgs a) {
-  Log& log = *(Log*)shared_memory;
-  const Place p = place();
+  constexpr int R = FOLDED;
+  Log<R>& log = *(Log<R>*)shared_memory;
+  const Place p = place<16 * R>();
   wait_for_previous();
   let_next_start();
   const int which = blockIdx.y, layer = blockIdx.z;
-  const int state_in = a.state_in[which], n = a.n_entries[which];
+  const int state_in = a.state_in[which], n = a.n_entries[which], page = a.log[which], out = a.state_out[which];
   const long long state_at = a.offsets[layer] + a.tail_words, log_at = a.offsets[a.n_layers + layer];
-  float4 s[2][PARTS];
-  load_state(s, a.states + state_in * a.state_words + state_at, p, state_in >= 0);
-  load_log(log, a.logs + a.log[which] * a.log_words + log_at + a.cols, a.log_stride, n, p);
+  float4 s[R][PARTS];
+  load_state<R>(s, a.states + state_in * a.state_words + state_at, p, state_in >= 0);
+  load_log(log, a.logs + page * a.log_words + log_at + a.cols, a.log_stride, n, p);
   __syncthreads();
   fold_log(s, log, n, p);
-  store_state(s, a.states + a.state_out[which] * a.state_words + state_at, p);
+  store_state<R>(s, a.states + out * a.state_words + state_at, p);
 }
