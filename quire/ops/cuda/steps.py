@@ -29,7 +29,7 @@ from quire.ops.cuda.kernels import rows as kernels
 from quire.ops.cuda.machine import Machine, OnDevice, power_of_two
 from quire.ops.cuda.paged import Paged, PageShape, filled, page_columns, shape_of
 from quire.ops.cuda.recurrent import state_places
-from quire.ops.cuda.recurrent_rows import CudaStates, StateShape, state_columns
+from quire.ops.cuda.recurrent_rows import CudaStates, StateShape, state_columns, state_shape
 from quire.ops.cuda.sampling import drawing, race_keys, sampler_of
 
 MOST_TOKENS = 512
@@ -213,7 +213,7 @@ class Steps:
         """
         if len(tokens) > MOST_TOKENS:
             return None
-        key = self._key(tokens, positions, groups, rows, draws)
+        key = self._key(tokens, positions, seq_rows, groups, rows, draws)
         if key is None:
             return None
         step = self._known.get(key)
@@ -232,17 +232,17 @@ class Steps:
         return step.logits, Drawn(step.ids, len(rows), self._stage)
 
     def _key(
-        self, tokens: Int32, positions: Int32, groups: Mapping[str, Group], rows: Int32,
-        draws: Sequence[tuple[Sampler, float] | None],
+        self, tokens: Int32, positions: Int32, seq_rows: Int32, groups: Mapping[str, Group],
+        rows: Int32, draws: Sequence[tuple[Sampler, float] | None],
     ) -> Key | None:  # fmt: skip
         n_tokens = rounded(len(tokens))
         shapes: list[tuple[str, PageShape | StateShape]] = []
         for name, group in groups.items():
             if group.recurrent:
-                n = len(group.view.state_in)
+                own = state_shape(group.view, seq_rows)
                 # What fills a step up is a sequence too.
-                seqs = n_tokens if n == len(tokens) else rounded(n + 1)
-                shapes.append((name, StateShape(n_tokens, seqs)))
+                seqs = n_tokens if own.seqs == own.tokens else rounded(own.seqs + 1)
+                shapes.append((name, StateShape(n_tokens, seqs, own.single)))
                 continue
             if group.view.slot_positions is not None:
                 return None
