@@ -15,7 +15,7 @@ from quire.engine.generation import Generation
 from quire.engine.plan import Accepted, Entry
 from quire.engine.sequence import Sequence
 from quire.errors import ModelError, QuireError, RequestError
-from quire.ops import Array, Ops, Refused
+from quire.ops import Array, Drawn, Ops, Refused
 from quire.types import TokenLogprob
 
 Wanted = tuple[Accepted, Generation, int]
@@ -23,13 +23,16 @@ Wanted = tuple[Accepted, Generation, int]
 
 
 def choose(
-    entries: Seq[Entry], logits: Array, ops: Ops, n_vocab: int, accepted: list[Accepted]
-) -> None:
+    entries: Seq[Entry], logits: Array, ops: Ops, n_vocab: int, accepted: list[Accepted],
+    drawn: Drawn | None = None,
+) -> None:  # fmt: skip
     """What follows each sequence of a step without drafts, one row for each that ends.
 
-    `accepted` grows as tokens are chosen; an error is for one sequence, and stands there.
+    `accepted` grows as tokens are chosen; an error is for one sequence, and stands there. What
+    the device has drawn already is taken from there.
     """
     wanted: list[Wanted] = []
+    ids: list[int] = []
     row = 0
     for entry in entries:
         sequence = entry.sequence
@@ -38,7 +41,11 @@ def choose(
         if not entry.ends:
             continue
         if sequence.generation is None:
-            one.logits = ops.numpy(logits)[row].copy()
+            last = ops.take_rows(logits, np.array([row], np.int32))
+            one.logits = ops.numpy(last)[0].copy()
+        elif drawn is not None and sequence.generation.plain:
+            ids = ids or drawn.read().tolist()
+            take_drawn(one, sequence.generation, ids[row])
         else:
             wanted.append((one, sequence.generation, row))
         row += 1

@@ -29,7 +29,7 @@ from quire.memory.groups.layout import Int32
 from quire.memory.lease import Lease
 from quire.memory.memory import Memory
 from quire.memory.tiers.tiers import Tiers
-from quire.ops import Array, Refused
+from quire.ops import Array, Drawn, Refused
 from quire.types import StepOutput
 
 
@@ -39,6 +39,8 @@ class Launched(NamedTuple):
     plan: Plan
     lease: Lease
     logits: Array
+    drawn: Drawn | None
+    """What follows, where the device has chosen by itself."""
     drafts: Round | None
     """With drafts, it is chosen first what memory keeps; without, memory has kept it all."""
     flight: Flight | None
@@ -135,19 +137,19 @@ class Engine(Sequences):
             _undo(lease, drafts)
             raise
         flight = Flight.of(plan, drawn) if drawn is not None and drafts is None else None
-        return Launched(plan, lease, logits, drafts, flight)
+        return Launched(plan, lease, logits, drawn, drafts, flight)
 
     def finish(self, launched: Launched | None) -> None:
         """Chooses what follows, keeps what is right of drafts, and moves the sequences on."""
         if launched is None:
             return
-        plan, lease, logits, drafts, flight = launched
+        plan, lease, logits, drawn, drafts, flight = launched
         accepted: list[Accepted] = []
         try:
             if flight is not None:
                 flight.land(accepted)
             elif drafts is None:
-                choose(plan.entries, logits, self.ops, self.n_vocab, accepted)
+                choose(plan.entries, logits, self.ops, self.n_vocab, accepted, drawn)
             else:
                 judge(plan, lease.tokens, logits, self.ops, self.n_vocab, accepted)
                 drafts.tick()
@@ -196,7 +198,7 @@ class Engine(Sequences):
 
         Memory and sequences are as they were before it, or one token is computed once more.
         """
-        plan, lease, _, drafts, _ = launched
+        plan, lease, _, _, drafts, _ = launched
         _undo(lease, drafts)
         self._forget()
         for one in accepted:

@@ -109,6 +109,8 @@ class Attention(Arrays):
         parts = self.machine.empty(shape.spans, n_queries, h.head_dim_v)
         tops, masses = self.machine.empty(2, shape.spans, n_queries)
         tile = _tile(call.layer, shape.page_tokens, 1, self.machine)
+        if shape.seqs * h.n_kv_heads <= _FULL:  # little else is in flight
+            tile["num_stages"] *= 2
         ahead = shape.seqs <= _AHEAD and self.machine.launches_ahead
         kernels.decode[(shape.seqs, h.n_kv_heads, shape.spans)](
             call.qkv, call.out, parts, tops, masses, self._arrivals(shape.seqs * h.n_kv_heads),
@@ -131,10 +133,12 @@ class Attention(Arrays):
         h, shape = call.layer.heads, call.pages.shape
         dtype = self.machine.half(call.layer.multiply)
         queries = self.machine.empty(shape.tokens, h.n_heads * h.head_dim_k, dtype=dtype)
-        head_kernels.enter[(shape.tokens, h.n_heads + (2 * h.n_kv_heads if call.store else 0))](
+        rows = min(power_of_two(h.n_heads), 16)
+        parts = triton.cdiv(h.n_heads, rows)
+        head_kernels.enter[(shape.tokens, parts + (2 if call.store else 0))](
             call.qkv, queries, call.pages.base, call.pages.slots, call.q_norm, call.k_norm,
             call.turns, shape.page_bytes, *call.offsets, call.qkv.shape[1], call.layer.eps,
-            **call.constants, num_warps=1,
+            **call.constants, BQ=rows, BKV=power_of_two(h.n_kv_heads), Q_PARTS=parts,
         )  # fmt: skip
         return queries
 

@@ -184,38 +184,78 @@ def store_token(
 
 
 @triton.jit
+def _store_tile(
+    x, values, start, slot, rows, inside, d, SIZE: tl.constexpr, TOKENS: tl.constexpr,
+    ROW: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Stores a token's rows of all heads, of a type that is stored as it is."""
+    at = (start + rows * (TOKENS * ROW)) // SIZE + slot * D
+    tl.store(values + at[:, None] + d[None, :], x.to(values.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def enter(
     qkv, q_out, base, slots, q_norm, k_norm, table, page_bytes, k_offset, v_offset, stride, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     DKP: tl.constexpr, DVP: tl.constexpr, TOKENS: tl.constexpr, N_ROT: tl.constexpr,
     NEOX: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, TYPE_K: tl.constexpr,
     TYPE_V: tl.constexpr, KIND_K: tl.constexpr, KIND_V: tl.constexpr, SIZE_K: tl.constexpr,
-    SIZE_V: tl.constexpr, ROW_K: tl.constexpr, ROW_V: tl.constexpr,
+    SIZE_V: tl.constexpr, ROW_K: tl.constexpr, ROW_V: tl.constexpr, BQ: tl.constexpr,
+    BKV: tl.constexpr, Q_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One head of one token: q is normed, turned and kept; k and v go into their page."""
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """Some heads of one token: q is normed, turned and kept; k and v go into their page.
+
+    The first Q_PARTS programs of a token take BQ heads of q each, the next one k, the last v.
+    """
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = qkv + token * stride
     table += token * N_ROT
-    if head < HEADS:
-        d = tl.arange(0, DKP)
-        q = _one(row + head * DK, d, q_norm, table, eps, DK, N_ROT, NEOX, Q_NORM)
-        at = (token * HEADS + head) * DK + d
-        q = tl.reshape(q, [DKP])
-        tl.store(q_out + at, q.to(q_out.dtype.element_ty), mask=d < DK)
-    else:
-        where = tl.load(slots + token).to(tl.int64)
-        if where >= 0:
-            if head < HEADS + KV_HEADS:
+    d, e = tl.arange(0, DKP), tl.arange(0, DVP)
+    if part < Q_PARTS:
+        heads = part * BQ + tl.arange(0, BQ)
+        inside = (heads < HEADS)[:, None] & (d < DK)[None, :]
+        q = turned(
+            row + (heads * DK)[:, None], inside, q_norm, table, d, eps, DK, N_ROT, NEOX, Q_NORM
+        )
+        at = (token * HEADS + heads) * DK
+        tl.store(q_out + at[:, None] + d[None, :], q.to(q_out.dtype.element_ty), mask=inside)
+        return
+    where = tl.load(slots + token).to(tl.int64)
+    if where < 0:
+        return
+    page, slot = where // TOKENS, where % TOKENS
+    heads = tl.arange(0, BKV)
+    if part == Q_PARTS:
+        if KIND_K == 0:
+            inside = (heads < KV_HEADS)[:, None] & (d < DK)[None, :]
+            at = row + ((HEADS + heads) * DK)[:, None]
+            k = turned(at, inside, k_norm, table, d, eps, DK, N_ROT, NEOX, K_NORM)
+            start = head_start(page_bytes, page, k_offset, 0, TOKENS, ROW_K)
+            _store_tile(
+                k, pages_at(base, TYPE_K), start, slot, heads, inside, d, SIZE_K, TOKENS, ROW_K, DK
+            )
+        else:
+            for head in range(KV_HEADS):
                 store_token(
-                    row, base, where, head - HEADS, k_norm, table, page_bytes, k_offset, v_offset,
-                    eps, HEADS, KV_HEADS, DK, DV, DKP, DVP, TOKENS, N_ROT, NEOX, K_NORM, TYPE_K,
-                    TYPE_V, KIND_K, KIND_V, SIZE_K, SIZE_V, ROW_K, ROW_V, True, False,
+                    row, base, where, head, k_norm, table, page_bytes, k_offset, v_offset, eps,
+                    HEADS, KV_HEADS, DK, DV, DKP, DVP, TOKENS, N_ROT, NEOX, K_NORM, TYPE_K, TYPE_V,
+                    KIND_K, KIND_V, SIZE_K, SIZE_V, ROW_K, ROW_V, True, False,
                 )  # fmt: skip
-            else:
+    else:
+        if KIND_V == 0:
+            inside = (heads < KV_HEADS)[:, None] & (e < DV)[None, :]
+            at = row + (HEADS + KV_HEADS) * DK + (heads * DV)[:, None] + e[None, :]
+            start = head_start(page_bytes, page, v_offset, 0, TOKENS, ROW_V)
+            _store_tile(
+                tl.load(at, mask=inside, other=0.0), pages_at(base, TYPE_V), start, slot, heads,
+                inside, e, SIZE_V, TOKENS, ROW_V, DV,
+            )  # fmt: skip
+        else:
+            for head in range(KV_HEADS):
                 store_token(
-                    row, base, where, head - HEADS - KV_HEADS, k_norm, table, page_bytes, k_offset,
-                    v_offset, eps, HEADS, KV_HEADS, DK, DV, DKP, DVP, TOKENS, N_ROT, NEOX, K_NORM,
-                    TYPE_K, TYPE_V, KIND_K, KIND_V, SIZE_K, SIZE_V, ROW_K, ROW_V, False, True,
+                    row, base, where, head, k_norm, table, page_bytes, k_offset, v_offset, eps,
+                    HEADS, KV_HEADS, DK, DV, DKP, DVP, TOKENS, N_ROT, NEOX, K_NORM, TYPE_K, TYPE_V,
+                    KIND_K, KIND_V, SIZE_K, SIZE_V, ROW_K, ROW_V, False, True,
                 )  # fmt: skip
 
 
