@@ -228,8 +228,8 @@ def enter(
     if part == Q_PARTS:
         if KIND_K == 0:
             inside = (heads < KV_HEADS)[:, None] & (d < DK)[None, :]
-            at = row + ((HEADS + heads) * DK)[:, None]
-            k = turned(at, inside, k_norm, table, d, eps, DK, N_ROT, NEOX, K_NORM)
+            keys = row + ((HEADS + heads) * DK)[:, None]
+            k = turned(keys, inside, k_norm, table, d, eps, DK, N_ROT, NEOX, K_NORM)
             start = head_start(page_bytes, page, k_offset, 0, TOKENS, ROW_K)
             _store_tile(
                 k, pages_at(base, TYPE_K), start, slot, heads, inside, d, SIZE_K, TOKENS, ROW_K, DK
@@ -244,10 +244,10 @@ def enter(
     else:
         if KIND_V == 0:
             inside = (heads < KV_HEADS)[:, None] & (e < DV)[None, :]
-            at = row + (HEADS + KV_HEADS) * DK + (heads * DV)[:, None] + e[None, :]
+            values = row + (HEADS + KV_HEADS) * DK + (heads * DV)[:, None] + e[None, :]
             start = head_start(page_bytes, page, v_offset, 0, TOKENS, ROW_V)
             _store_tile(
-                tl.load(at, mask=inside, other=0.0), pages_at(base, TYPE_V), start, slot, heads,
+                tl.load(values, mask=inside, other=0.0), pages_at(base, TYPE_V), start, slot, heads,
                 inside, e, SIZE_V, TOKENS, ROW_V, DV,
             )  # fmt: skip
         else:
