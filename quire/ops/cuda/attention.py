@@ -109,8 +109,8 @@ class Attention(Arrays):
         parts = self.machine.empty(shape.spans, n_queries, h.head_dim_v)
         tops, masses = self.machine.empty(2, shape.spans, n_queries)
         tile = _tile(call.layer, shape.page_tokens, 1, self.machine)
-        if shape.seqs * h.n_kv_heads <= _FULL:  # little else is in flight
-            tile["num_stages"] *= 2
+        if shape.seqs * h.n_kv_heads <= _FULL and tile["num_stages"] > 1:
+            tile["num_stages"] = 5  # little else is in flight: two blocks at a time
         ahead = shape.seqs <= _AHEAD and self.machine.launches_ahead
         kernels.decode[(shape.seqs, h.n_kv_heads, shape.spans)](
             call.qkv, call.out, parts, tops, masses, self._arrivals(shape.seqs * h.n_kv_heads),
