@@ -116,6 +116,10 @@ class Matrices(Multiplying):
         to: Sum, fine: bool,
     ) -> Slices | None:  # fmt: skip
         """Products with all segments; what is returned is still to be added."""
+        if norm is not None and not fine and x.shape[0] <= launch.FEW and launch.product_two(
+            self.machine, x.values, w.segments, norm, eps, to.out, to.bias, to.into
+        ):  # fmt: skip
+            return None
         made: dict[torch.dtype, Prepared] = {}
         start = 0
         for segment in w.segments:
