@@ -20,7 +20,7 @@ _THREADS, _WARPS = 256, 8
 _SOME_THREADS, _SOME_WARPS = 128, 4
 GATED_FROM = 33
 """With fewer tokens, gate and up are cheaper in slices than in one product with the activation."""
-SLICED_BELOW = 640
+SLICED_BELOW = 1300
 """With fewer tiles of rows, slices of K run in blocks of their own."""
 SOME_STAGES = {16: (4, 4), 32: (4, 4), 64: (4, 2)}
 """By tokens: units in flight, and blocks on a multiprocessor."""
@@ -78,7 +78,7 @@ class _Two(ctypes.Structure):
 class _Expand(ctypes.Structure):
     """ExpandArgs of expand.cu."""
 
-    _fields_ = (("w", _P), ("out", _P), ("rows", _I), ("cols", _I))
+    _fields_ = (("w", _P), ("out", _P), ("rows", _I), ("cols", _I), ("bfloat", _I))
 
 
 @dataclass(frozen=True)
@@ -244,11 +244,12 @@ def product_two(
 
 
 def expand(machine: Machine, w: Segment, out: torch.Tensor) -> None:
-    """Quantised weights as the very float16 that products make of them, row-major."""
+    """Quantised weights as the very float16 that products make of them, or as bfloat16."""
     on = native(machine.device)
     kernel = on.kernel(("common", "expand"), "expand", _THREADS, WEIGHTS=w.format.native)
-    grid = -(-w.rows // TILE), -(-w.cols // (UNIT * _WARPS)), 1
-    kernel.launch(on.stream, grid, 0, _Expand(at(w.q), at(out), w.rows, w.cols))
+    units = -(-w.rows // TILE) * -(-w.cols // UNIT)
+    given = _Expand(at(w.q), at(out), w.rows, w.cols, out.dtype is torch.bfloat16)
+    kernel.launch(on.stream, (-(-units // (4 * _WARPS)), 1, 1), 0, given)
 
 
 def some_tokens(x: Prepared) -> int:
@@ -270,22 +271,21 @@ def product_some(
     per_tile = tokens // 2 if x.fine else tokens
     token_tiles = -(-x.n // per_tile)
     sliced = not act and w.slices > 1 and tiles * token_tiles < SLICED_BELOW
-    per_warp = 2 if not sliced or tiles * w.slices >= 2 * SLICED_BELOW else 1
     name = "some_gated" if act else "some_slice" if sliced else "some_whole"
     on = native(machine.device)
     stages, blocks = SOME_STAGES[tokens]
     kernel = on.kernel(
-        ("common", "some"), name, _SOME_THREADS, WEIGHTS=f.native, TILES=per_warp, TOKENS=tokens,
+        ("common", "some"), name, _SOME_THREADS, WEIGHTS=f.native, TOKENS=tokens,
         STAGES=stages, BLOCKS=blocks,
     )  # fmt: skip
     unit = f.unit_bytes if f.bits else TILE * UNIT * 2
-    shared = stages * (tokens * UNIT * 2 + _SOME_WARPS * per_warp * unit)
+    shared = stages * (tokens * UNIT * 2 + _SOME_WARPS * 2 * unit)
     to = machine.empty(w.slices, len(x.values), w.rows) if sliced else out
     given = _Some(
         at(x.values), at(w.q), at(to), at(bias), at(out) if into else None, at(x.scales),
         out.stride(0), x.n, w.cols, w.rows, tiles, act, x.fine,
     )  # fmt: skip
-    per_block = _SOME_WARPS * (1 if act else per_warp)
+    per_block = _SOME_WARPS * (1 if act else 2)
     grid = token_tiles, -(-tiles // per_block), w.slices if sliced else 1
     kernel.launch(on.stream, grid, shared, given)
     return Slices(machine, to, x, bias, into) if sliced else None
