@@ -28,7 +28,8 @@ class CudaOps(Experts, Attention, RecurrentLayers, PageWork, Sampling):
     """Operations on one GPU; `Machine(None)` runs its kernels in Triton's interpreter instead.
 
     Arrays are float32. What is multiplied has the type of the weight, or of K and V: 16 bits, and
-    sums of float32. Results depend neither on the batch nor on how a prompt is cut.
+    sums of float32. Results depend neither on the batch nor on how a prompt is cut, unless
+    `exact_batches` is False.
     """
 
     @property
@@ -39,4 +40,4 @@ class CudaOps(Experts, Attention, RecurrentLayers, PageWork, Sampling):
     @property
     def arithmetic(self) -> str:
         """The kind of GPU: the kernels' order of sums is fixed, that of its tensor cores is its."""
-        return f"cuda {self.machine.architecture}"
+        return f"cuda {self.machine.architecture}{'' if self.exact_batches else ' fast'}"

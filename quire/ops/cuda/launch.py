@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,12 +20,12 @@ _THREADS, _WARPS = 256, 8
 _SOME_THREADS, _SOME_WARPS = 128, 4
 GATED_FROM = 33
 """With fewer tokens, gate and up are cheaper in slices than in one product with the activation."""
-SLICED_BELOW = 640
+SLICED_BELOW = 1300
 """With fewer tiles of rows, slices of K run in blocks of their own."""
 SOME_STAGES = {16: (4, 4), 32: (4, 4), 64: (4, 2)}
 """By tokens: units in flight, and blocks on a multiprocessor."""
-STAGES: dict[int, tuple[tuple[int, int, int], ...]] = {
-    0: ((5, 2, 2), (3, 2, 2)), 4: ((12, 2, 2), (4, 2, 2)), 8: ((8, 2, 2), (3, 2, 2)),
+STAGES: dict[int, tuple[tuple[int, int], ...]] = {
+    0: ((5, 2), (3, 2)), 4: ((12, 2), (4, 2)), 8: ((8, 2), (3, 2)),
 }  # fmt: skip
 """By bits of a weight: units that a warp has in flight, and blocks on a multiprocessor."""
 _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int, ctypes.c_float
@@ -68,10 +69,16 @@ class _Few(ctypes.Structure):
     )  # fmt: skip
 
 
+class _Two(ctypes.Structure):
+    """TwoArgs of few.cu."""
+
+    _fields_ = (("first", _Few), ("second", _Few), ("blocks", _I))
+
+
 class _Expand(ctypes.Structure):
     """ExpandArgs of expand.cu."""
 
-    _fields_ = (("w", _P), ("out", _P), ("rows", _I), ("cols", _I))
+    _fields_ = (("w", _P), ("out", _P), ("rows", _I), ("cols", _I), ("bfloat", _I))
 
 
 @dataclass(frozen=True)
@@ -139,23 +146,41 @@ def prepare(
     kernel.launch(on.stream, (len(x), 1, 1), 0, given)
 
 
-def _fitting(on: Native, w: Segment, name: str, columns: int) -> tuple[Kernel, int, int] | None:
-    """The kernel, its shared memory and blocks per multiprocessor; None where it does not fit."""
+def _room(w: Segment, name: str, columns: int, stages: int) -> int:
+    """Shared memory of a block of few.cu."""
     buffers = 4 if name == "few_gated" else 2
     fixed = buffers * _WARPS * TILE * columns * 4 + columns * (-(-w.cols // UNIT) * UNIT + 8) * 2
     unit = w.format.unit_bytes if w.format.bits else TILE * UNIT * 2
+    return _WARPS * stages * unit + fixed
+
+
+def _fitting(
+    on: Native, name: str, columns: int, w: Segment, second: Segment | None = None
+) -> tuple[Kernel, int, int] | None:
+    """The kernel, its shared memory and blocks per multiprocessor; None where it does not fit."""
     best = None
-    for stages, bound, blocks in STAGES[w.format.bits]:
-        kernel = on.kernel(
-            ("common", "few"), name, _THREADS, WEIGHTS=w.format.native, STAGES=stages, BLOCKS=bound
-        )
-        shared = _WARPS * stages * unit + fixed
-        found = min(kernel.resident(shared), blocks)
+    for i, (stages, bound) in enumerate(STAGES[w.format.bits]):
+        shared = _room(w, name, columns, stages)
+        given: dict[str, object] = {"WEIGHTS": w.format.native, "STAGES": stages, "BLOCKS": bound}
+        if second is not None:
+            other = STAGES[second.format.bits][i][0]
+            shared = max(shared, _room(second, name, columns, other))
+            given |= {"SECOND": second.format.native, "SECOND_STAGES": other}
+        kernel = on.kernel(("common", "few"), name, _THREADS, **given)
+        found = min(kernel.resident(shared), bound)
         if found and (best is None or found > best[2]):
             best = kernel, shared, found
-        if found >= blocks:
+        if found >= bound:
             break
     return best
+
+
+def takes_few(machine: Machine, x: torch.Tensor, w: Segment) -> bool:
+    """Whether the kernel for few tokens can read these."""
+    f = w.format
+    if machine.interpreted or len(x) > FEW or w.first or x.data_ptr() % 16 or x.stride(0) % 4:
+        return False
+    return f.bits > 0 or (f.dtype is not torch.float32 and w.cols % UNIT == 0)
 
 
 def product_few(
@@ -167,35 +192,64 @@ def product_few(
 
     With `act` the segment is gate and up, and the output act(gate) · up.
     """
-    f, n = w.format, len(x)
-    if machine.interpreted or n > FEW or w.first:
-        return False
-    if not f.bits and (f.dtype is torch.float32 or w.cols % UNIT):
-        return False
-    rows = w.rows // 2 if act else w.rows
-    if act and rows % TILE:
+    n, rows = len(x), w.rows // 2 if act else w.rows
+    if not takes_few(machine, x, w) or (act and rows % TILE):
         return False
     on = native(machine.device)
     name = "few_gated" if act else "few" if norm is None else "few_normed"
-    found = _fitting(on, w, name, n * (1 + fine))
+    found = _fitting(on, name, n * (1 + fine), w)
     if found is None:
         return False
     kernel, shared, resident = found
     tiles = -(-rows // TILE)
-    given = _Few(
-        at(x), at(norm), at(w.q), at(out), at(bias), at(out) if into else None, x.stride(0),
-        out.stride(0), n, w.cols, w.rows, tiles, act, fine, eps,
-    )  # fmt: skip
+    given = _few(x, w, norm, eps, out, bias, into, fine, act, tiles)
     kernel.launch(on.stream, (min(tiles, on.processors * resident), 1, 1), shared, given)
     return True
 
 
+def _few(
+    x: torch.Tensor, w: Segment, norm: torch.Tensor | None, eps: float, out: torch.Tensor,
+    bias: torch.Tensor | None, into: bool, fine: bool, act: int, tiles: int,
+) -> _Few:  # fmt: skip
+    return _Few(
+        at(x), at(norm), at(w.q), at(out), at(bias), at(out) if into else None, x.stride(0),
+        out.stride(0), len(x), w.cols, w.rows, tiles, act, fine, eps,
+    )  # fmt: skip
+
+
+def product_two(
+    machine: Machine, x: torch.Tensor, segments: Sequence[Segment], norm: torch.Tensor, eps: float,
+    out: torch.Tensor, bias: torch.Tensor | None, into: bool,
+) -> bool:  # fmt: skip
+    """The same for a matrix of two formats in one launch: some blocks take one, some the other."""
+    if len(segments) != 2 or not all(takes_few(machine, x, w) for w in segments):
+        return False
+    on = native(machine.device)
+    found = _fitting(on, "few_two", len(x), *segments)
+    if found is None:
+        return False
+    kernel, shared, resident = found
+    tiles = [-(-w.rows // TILE) for w in segments]
+    most = min(sum(tiles), on.processors * resident)
+    share = round(most * segments[0].nbytes / sum(w.nbytes for w in segments))
+    first = min(max(share, most - tiles[1], 1), tiles[0], most - 1)
+    start, given = 0, []
+    for w, count in zip(segments, tiles, strict=True):
+        mine = slice(start, start + w.rows)
+        part = None if bias is None else bias[mine]
+        given.append(_few(x, w, norm, eps, out[:, mine], part, into, False, 0, count))
+        start += w.rows
+    kernel.launch(on.stream, (most, 1, 1), shared, _Two(*given, first))
+    return True
+
+
 def expand(machine: Machine, w: Segment, out: torch.Tensor) -> None:
-    """Quantised weights as the very float16 that products make of them, row-major."""
+    """Quantised weights as the very float16 that products make of them, or as bfloat16."""
     on = native(machine.device)
     kernel = on.kernel(("common", "expand"), "expand", _THREADS, WEIGHTS=w.format.native)
-    grid = -(-w.rows // TILE), -(-w.cols // (UNIT * _WARPS)), 1
-    kernel.launch(on.stream, grid, 0, _Expand(at(w.q), at(out), w.rows, w.cols))
+    units = -(-w.rows // TILE) * -(-w.cols // UNIT)
+    given = _Expand(at(w.q), at(out), w.rows, w.cols, out.dtype is torch.bfloat16)
+    kernel.launch(on.stream, (-(-units // (4 * _WARPS)), 1, 1), 0, given)
 
 
 def some_tokens(x: Prepared) -> int:
@@ -217,22 +271,21 @@ def product_some(
     per_tile = tokens // 2 if x.fine else tokens
     token_tiles = -(-x.n // per_tile)
     sliced = not act and w.slices > 1 and tiles * token_tiles < SLICED_BELOW
-    per_warp = 2 if not sliced or tiles * w.slices >= 2 * SLICED_BELOW else 1
     name = "some_gated" if act else "some_slice" if sliced else "some_whole"
     on = native(machine.device)
     stages, blocks = SOME_STAGES[tokens]
     kernel = on.kernel(
-        ("common", "some"), name, _SOME_THREADS, WEIGHTS=f.native, TILES=per_warp, TOKENS=tokens,
+        ("common", "some"), name, _SOME_THREADS, WEIGHTS=f.native, TOKENS=tokens,
         STAGES=stages, BLOCKS=blocks,
     )  # fmt: skip
     unit = f.unit_bytes if f.bits else TILE * UNIT * 2
-    shared = stages * (tokens * UNIT * 2 + _SOME_WARPS * per_warp * unit)
+    shared = stages * (tokens * UNIT * 2 + _SOME_WARPS * 2 * unit)
     to = machine.empty(w.slices, len(x.values), w.rows) if sliced else out
     given = _Some(
         at(x.values), at(w.q), at(to), at(bias), at(out) if into else None, at(x.scales),
         out.stride(0), x.n, w.cols, w.rows, tiles, act, x.fine,
     )  # fmt: skip
-    per_block = _SOME_WARPS * (1 if act else per_warp)
+    per_block = _SOME_WARPS * (1 if act else 2)
     grid = token_tiles, -(-tiles // per_block), w.slices if sliced else 1
     kernel.launch(on.stream, grid, shared, given)
     return Slices(machine, to, x, bias, into) if sliced else None

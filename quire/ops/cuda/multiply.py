@@ -11,13 +11,15 @@ import triton.language as tl
 
 from quire.ops.cuda import launch
 from quire.ops.cuda.arrays import Arrays, CudaArray, block_of
-from quire.ops.cuda.formats import Format
+from quire.ops.cuda.formats import UNIT, Format
 from quire.ops.cuda.kernels import product as kernels
 from quire.ops.cuda.kernels import rows as row_kernels
 from quire.ops.cuda.launch import SOME, Prepared, Slices
 from quire.ops.cuda.machine import power_of_two
 from quire.ops.cuda.matrices import Segment
 
+_NATIVE = 32
+"""Up to so many rows of activations, slices are products in CUDA C++."""
 _FULL = 200
 """Programs that keep a large GPU busy: with fewer, slices do run in parallel."""
 try:
@@ -47,16 +49,15 @@ def tile_of(w: Segment, tokens: int) -> dict[str, Any]:
         how["num_stages"] = 2
     elif tokens > SOME:
         size["BT"] = 128
+        # With three stages a third program fits on a multiprocessor, if there is one.
+        how["num_stages"] = 3 if triton.cdiv(w.rows, 64) * triton.cdiv(tokens, 128) > 264 else 4
     return size | how | {"EVEN": w.cols % size["BK"] == 0}
 
 
 def gated_tile_of(w: Segment, tokens: int) -> dict[str, Any]:
     """The same for products that have gate and up: of rows there are twice as many."""
-    if tokens > SOME:
-        size, how = {"BR": 64, "BT": 128, "BK": 64}, {"num_warps": 8, "num_stages": 4}
-    else:
-        size = {"BR": 64, "BT": min(power_of_two(tokens, 16), 64), "BK": 64}
-        how = {"num_warps": 4, "num_stages": 4}
+    size = {"BR": 64, "BT": min(power_of_two(tokens, 16), 64), "BK": 64}
+    how = {"num_warps": 4, "num_stages": 3 if tokens > SOME else 4}
     return size | how | {"EVEN": w.cols % size["BK"] == 0}
 
 
@@ -64,7 +65,20 @@ class Multiplying(Arrays):
     """Activations in 16 bits, and their products with the segments of a matrix."""
 
     exact_batches = True
-    """Whether a token has the same bits in every batch; if not, prompts take torch's products."""
+    """Whether a token has the same bits in every batch; if not, prompts take torch's products.
+
+    Quantised weights are bfloat16 there: so are activations then, and need no scale.
+    """
+
+    def kind_of(self, format: Format, n: int, fine: bool = False) -> torch.dtype:
+        """The type in which so many tokens are multiplied with weights of a format."""
+        if (
+            format.bits
+            and not (fine or self.exact_batches or self.machine.interpreted)
+            and n > SOME
+        ):
+            return torch.bfloat16
+        return format.multiply
 
     def prepare(
         self, x: CudaArray, cols: int, norm: torch.Tensor | None, eps: float, act: int,
@@ -99,12 +113,14 @@ class Multiplying(Arrays):
         if w.format.bits and not self.machine.interpreted:
             if x.n <= SOME:
                 return launch.product_some(self.machine, x, w, to.out, to.bias, to.into)
-            w = self._expanded(w)
+            w = self._expanded(w, x.values.dtype)
         if not self.exact_batches and x.n > SOME and self._library(x, w, to):
             return None
         tile = tile_of(w, x.n)
         programs = triton.cdiv(w.rows, tile["BR"])
         if x.n <= SOME and programs < _FULL and w.slices > 1:
+            if len(x.values) <= _NATIVE and self._native(w):
+                return launch.product_some(self.machine, x, w, to.out, to.bias, to.into)
             return self._in_slices(x, w, to, tile)
         self._launch(x, w, to.out, to, tile, False)
         return None
@@ -116,7 +132,7 @@ class Multiplying(Arrays):
         if w.format.bits and x.n <= SOME:
             launch.product_some(self.machine, x, w, out, act=act)
             return out
-        w = self._expanded(w) if w.format.bits else w
+        w = self._expanded(w, x.values.dtype) if w.format.bits else w
         tile = gated_tile_of(w, x.n)
         values, q, tma = self._operands(x, w, tile)
         kernels.gated[(triton.cdiv(rows, tile["BR"]), triton.cdiv(x.n, tile["BT"]))](
@@ -127,18 +143,32 @@ class Multiplying(Arrays):
 
     def _operands(self, x: Prepared, w: Segment, tile: dict[str, Any]) -> tuple[Any, Any, bool]:
         """Activations and weights as a kernel takes them: by the copy engine where there is one."""
-        whole = not (w.format.bits or x.fine or w.first or w.cols % 64)
-        narrow = w.format.dtype is not torch.float32 and TensorDescriptor is not None
-        if not (whole and narrow and self.machine.launches_ahead):
+        engine = TensorDescriptor is not None and self.machine.launches_ahead
+        if x.fine or not (engine and self._native(w)):
             return x.values, w.q, False
         made = TensorDescriptor.from_tensor
         return made(x.values, [tile["BT"], 64]), made(w.q, [tile["BR"], 64]), True
 
-    def _expanded(self, w: Segment) -> Segment:
+    def _native(self, w: Segment) -> bool:
+        """Whether these are dense weights of 16 bits in whole units of columns, on a GPU."""
+        narrow = not w.format.bits and w.format.dtype is not torch.float32
+        return narrow and not (self.machine.interpreted or w.first or w.cols % UNIT)
+
+    def _expanded(self, w: Segment, kind: torch.dtype) -> Segment:
         """For many tokens: quantised weights unpacked once, instead of by every tile."""
-        values = self.machine.empty(w.rows, w.cols, dtype=torch.float16)
+        values = self.machine.empty(w.rows, w.cols, dtype=kind)
         launch.expand(self.machine, w, values)
-        return Segment(Format(0, dtype=torch.float16), w.cols, (w.rows,), values)
+        return Segment(Format(0, dtype=kind), w.cols, (w.rows,), values)
+
+    def gated_by_library(
+        self, x: Prepared, w: Segment, act: int, kind: torch.dtype
+    ) -> torch.Tensor:
+        """act(gate) · up by torch's product, in this type."""
+        w = self._expanded(w, x.values.dtype) if w.format.bits else w
+        both, rows = torch.mm(x.values, w.q.T), w.rows // 2
+        out = self.machine.empty(x.n, rows, dtype=kind)
+        kernels.activate[(triton.cdiv(rows, 1024), x.n)](both, out, rows, ACT=act, BLOCK=1024)
+        return out
 
     def _library(self, x: Prepared, w: Segment, to: Sum) -> bool:
         """By torch's product, if it has this one."""

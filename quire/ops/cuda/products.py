@@ -68,7 +68,7 @@ class Matrices(Multiplying):
         need(up.rows == 2 * width, f"gate and up have {up.rows} rows, not {2 * width}")
         need(x.shape[1] == up.cols, f"x of shape {x.shape} where {up.cols} columns are needed")
         weight = row_of(norm, up.cols, "norm")
-        kinds = {segment.format.multiply for segment in matrix_of(down).segments}
+        kinds = {self.kind_of(segment.format, n) for segment in matrix_of(down).segments}
         kind = torch.bfloat16 if kinds == {torch.bfloat16} else torch.float32
         if n and (middle := self._gated(array_of(x), up, weight, eps, act, kind)) is not None:
             return self._linear(middle, matrix_of(down), into=into)
@@ -83,8 +83,14 @@ class Matrices(Multiplying):
         segment, n, rows = w.segments[0], x.shape[0], w.rows // 2
         if self.machine.interpreted or len(w.segments) > 1 or rows % TILE:
             return None
-        if segment.format.dtype is torch.float32 or (n > launch.SOME and not self.exact_batches):
+        mine = self.kind_of(segment.format, n)
+        if mine is torch.float32:
             return None
+        if n > launch.SOME and not self.exact_batches:
+            if mine is not torch.bfloat16:
+                return None
+            prepared = self.prepare(x, w.cols, norm, eps, 0, mine)
+            return self.new(self.gated_by_library(prepared, segment, act, kind))
         if n <= launch.FEW:
             out = self.machine.empty(n, rows)
             if launch.product_few(self.machine, x.values, segment, norm, eps, out, act=act):
@@ -93,7 +99,7 @@ class Matrices(Multiplying):
             return None
         if n <= launch.FEW or segment.format.bits:
             kind = torch.float32
-        prepared = self.prepare(x, w.cols, norm, eps, 0, segment.format.multiply)
+        prepared = self.prepare(x, w.cols, norm, eps, 0, mine)
         return self.new(self.gated(prepared, segment, act, kind))
 
     def _linear(
@@ -116,6 +122,10 @@ class Matrices(Multiplying):
         to: Sum, fine: bool,
     ) -> Slices | None:  # fmt: skip
         """Products with all segments; what is returned is still to be added."""
+        if norm is not None and not fine and x.shape[0] <= launch.FEW and launch.product_two(
+            self.machine, x.values, w.segments, norm, eps, to.out, to.bias, to.into
+        ):  # fmt: skip
+            return None
         made: dict[torch.dtype, Prepared] = {}
         start = 0
         for segment in w.segments:
@@ -126,7 +136,7 @@ class Matrices(Multiplying):
                 self.machine, x.values, segment, norm, eps, out, bias, to.into, fine
             ):  # fmt: skip
                 continue
-            kind = segment.format.multiply
+            kind = self.kind_of(segment.format, x.shape[0], fine)
             if kind not in made:
                 made[kind] = self.prepare(x, w.cols, norm, eps, act, kind, fine)
             pending = self.product(made[kind], segment, Sum(out, bias, to.into))

@@ -1,6 +1,7 @@
 // Products for up to four tokens. A block has eight warps; it takes tiles of 16 weight rows, and each
 // warp an eighth of the columns, in order; then the eighths are added one after the other. Weights are
-// the rows of `mma`, tokens its eight columns. WEIGHTS, STAGES and BLOCKS come from the host.
+// the rows of `mma`, tokens its eight columns. WEIGHTS, STAGES and BLOCKS come from the host, and SECOND
+// and SECOND_STAGES for matrices of two formats: some blocks then take one, some the other.
 
 struct FewArgs {
   const float* x;
@@ -18,31 +19,31 @@ struct FewArgs {
 
 extern __shared__ __align__(128) u8 memory[];
 
-template <bool NORM, bool PAIR> struct Few {
-  typedef WEIGHTS W;
+template <class W, int DEPTH, bool NORM, bool PAIR> struct Few {
   typedef typename W::Type T;
   static constexpr int KEEP = NORM ? 3 : 10;
   static constexpr int BUFFERS = PAIR ? 4 : 2;
 
   const FewArgs& a;
+  const int block, blocks;  // which one of how many this is
   const int warp, lane, units, slice, first, count, columns, mine;
 
-  __device__ Few(const FewArgs& args)
-      : a(args), warp(threadIdx.x / 32), lane(threadIdx.x % 32), units((args.cols + UNIT - 1) / UNIT),
+  __device__ Few(const FewArgs& args, int which, int of)
+      : a(args), block(which), blocks(of), warp(threadIdx.x / 32), lane(threadIdx.x % 32), units((args.cols + UNIT - 1) / UNIT),
         slice((units + 7) / 8), first(warp * slice), count(max(min(slice, units - first), 0)),
         columns(args.n * (1 + args.fine)),
-        mine(((args.tiles - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x) * (PAIR ? 2 : 1)) {}
+        mine((args.tiles - which + of - 1) / of * (PAIR ? 2 : 1)) {}
 
-  __device__ __forceinline__ u8* slot(int i) const { return memory + (warp * STAGES + i) * W::bytes; }
+  __device__ __forceinline__ u8* slot(int i) const { return memory + (warp * DEPTH + i) * W::bytes; }
   __device__ __forceinline__ float* parts(int buffer) const {
-    return (float*)(memory + 8 * STAGES * W::bytes) + buffer * 8 * 16 * columns;
+    return (float*)(memory + 8 * DEPTH * W::bytes) + buffer * 8 * 16 * columns;
   }
   __device__ __forceinline__ int x_step() const { return units * UNIT + 8; }
   __device__ __forceinline__ u16* staged() const { return (u16*)parts(BUFFERS); }
 
   __device__ __forceinline__ int tile(int v) const {
-    if (PAIR) return blockIdx.x + v / 2 * gridDim.x + v % 2 * a.tiles;
-    return blockIdx.x + v * gridDim.x;
+    if (PAIR) return block + v / 2 * blocks + v % 2 * a.tiles;
+    return block + v * blocks;
   }
 
   // Tokens as 16 bits in shared memory, in the order in which lanes read them.
@@ -105,7 +106,7 @@ template <bool NORM, bool PAIR> struct Few {
       commit_copies();
     };
 #pragma unroll
-    for (int i = 0; i < STAGES; ++i) fetch_next(i);
+    for (int i = 0; i < DEPTH; ++i) fetch_next(i);
     NormWeights<KEEP, true> norm(NORM ? a.norm : nullptr, a.cols);
     wait_for_previous();
     take(norm, undo, room);
@@ -128,13 +129,13 @@ template <bool NORM, bool PAIR> struct Few {
       }
       float c[4] = {0, 0, 0, 0};
       for (int u = 0; u < count; ++u) {
-        wait_copies<STAGES - 1>();
+        wait_copies<DEPTH - 1>();
         __syncwarp();
         const typename W::Raw raw = W::read(slot(now), lane);
         const uint4 b0 = *(const uint4*)(x + u * x_unit), b1 = *(const uint4*)(x + u * x_unit + 8);
         __syncwarp();
         fetch_next(now);
-        now = now + 1 == STAGES ? 0 : now + 1;
+        now = now + 1 == DEPTH ? 0 : now + 1;
         u32 w[4];
         W::operand(raw, 0, w);
         T::multiply(c, w, b0.x, b0.y);
@@ -171,13 +172,27 @@ template <bool NORM, bool PAIR> struct Few {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) few(const __grid_constant__ FewArgs a) {
-  Few<false, false>(a).run();
+  Few<WEIGHTS, STAGES, false, false>(a, blockIdx.x, gridDim.x).run();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) few_normed(const __grid_constant__ FewArgs a) {
-  Few<true, false>(a).run();
+  Few<WEIGHTS, STAGES, true, false>(a, blockIdx.x, gridDim.x).run();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) few_gated(const __grid_constant__ FewArgs a) {
-  Few<true, true>(a).run();
+  Few<WEIGHTS, STAGES, true, true>(a, blockIdx.x, gridDim.x).run();
 }
+
+#ifdef SECOND
+struct TwoArgs {
+  FewArgs first, second;
+  int blocks;  // of the first
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) few_two(const __grid_constant__ TwoArgs a) {
+  if (blockIdx.x < a.blocks)
+    Few<WEIGHTS, STAGES, true, false>(a.first, blockIdx.x, a.blocks).run();
+  else
+    Few<SECOND, SECOND_STAGES, true, false>(a.second, blockIdx.x - a.blocks, gridDim.x - a.blocks).run();
+}
+#endif

@@ -1,7 +1,7 @@
-// Products for up to 64 tokens. A block has four warps, each with one or two tiles of 16 weight rows,
-// and a tile of tokens that all share. Columns are summed in order within a slice, then slices one after
+// Products for up to 64 tokens. A block has four warps, each with two tiles of 16 weight rows, and a
+// tile of tokens that all share. Columns are summed in order within a slice, then slices one after
 // the other: here, or, where a matrix has few rows, by `join` after blocks of their own.
-// WEIGHTS, TILES, TOKENS, STAGES and BLOCKS come from the host.
+// WEIGHTS, TOKENS, STAGES and BLOCKS come from the host.
 
 struct SomeArgs {
   const u16* x;       // [n, cols], then with `fine` as many rows of what rounding has lost
@@ -23,7 +23,7 @@ enum Kind { SLICE, WHOLE, GATED };
 template <int KIND> struct Some {
   typedef WEIGHTS W;
   typedef typename W::Type T;
-  static constexpr int WARPS = 4, GROUPS = TOKENS / 8;
+  static constexpr int WARPS = 4, TILES = 2, GROUPS = TOKENS / 8;
   static constexpr int X_BYTES = TOKENS * 128, STAGE = X_BYTES + WARPS * TILES * W::bytes;
 
   const SomeArgs& a;
@@ -136,7 +136,7 @@ template <int KIND> struct Some {
           float* to = a.out + t * a.out_stride + row;
           float y = __fmul_rn(total[m][j][i], undo);
           if (KIND == GATED) {
-            y = activate(a.act, y, __fmul_rn(total[TILES - 1][j][i], undo));
+            y = activate(a.act, y, __fmul_rn(total[1][j][i], undo));
           } else {
             if (a.bias) y = __fadd_rn(y, a.bias[row]);
             if (a.into) y = __fadd_rn(y, load(to));

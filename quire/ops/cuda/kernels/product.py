@@ -171,6 +171,18 @@ def _activated(gate, up, ACT: tl.constexpr):
 
 
 @triton.jit
+def activate(both, out, cols, ACT: tl.constexpr, BLOCK: tl.constexpr):
+    """act(gate) · up of rows that have both."""
+    row = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < cols
+    gate = tl.load(both + row * 2 * cols + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(both + row * 2 * cols + cols + at, mask=inside, other=0.0).to(tl.float32)
+    value = _activated(gate, up, ACT).to(out.dtype.element_ty)
+    tl.store(out + row * cols + at, value, mask=inside)
+
+
+@triton.jit
 def gated(
     x, q, out, x_scales, n, n_rows, cols, slice_cols,
     BR: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, ACT: tl.constexpr, SCALED: tl.constexpr,
