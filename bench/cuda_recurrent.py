@@ -176,7 +176,9 @@ class Rig:
                 sizes = self.layout.state_page_bytes // 4, at // 4 + layer.tail_words
                 given = InPlace(*(t.data_ptr() for t in tensors), *sizes, layer.in_cols, CHANNELS)
                 stream = torch.cuda.current_stream().cuda_stream
-                kernel.launch(stream, (HEADS * DIM // columns, self.batch, 1), columns * DIM * 4, given)
+                kernel.launch(
+                    stream, (HEADS * DIM // columns, self.batch, 1), columns * DIM * 4, given
+                )
 
         return run
 
@@ -307,13 +309,13 @@ def checkpoints(n_layers: int) -> dict[str, float]:
     found: dict[str, list[float]] = {"save": [], "restore": [], "delete": []}
     moved = count_moves(device)
     for i in range(500):
-        for name, call in (
+        for name, deed in (
             ("save", lambda i=i: memory.checkpoint_save(0, f"{i}")),
             ("restore", lambda i=i: memory.checkpoint_restore(0, f"{i}")),
             ("delete", lambda i=i: memory.checkpoint_delete(f"{i}")),
         ):
             start = time.perf_counter()
-            call()
+            deed()
             found[name].append((time.perf_counter() - start) * 1e6)
     result = {name: round(statistics.median(times), 2) for name, times in found.items()}
     result["bytes moved"] = float(sum(moved))

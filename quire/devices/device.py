@@ -284,7 +284,8 @@ class Device(ABC):
         """Completes logs that have raw inputs alone: state page, log page and entries of each."""
         bound = self._groups[group]
         if bound.kernels.derive is not None:
-            bound.kernels.derive(*bound.bases, bound.layout, *_columns(rows))
+            states, logs = bound.bases
+            bound.kernels.derive(states, logs, bound.layout, *_columns(rows))
 
     # -- what kernels of a step see ---------------------------------------------------------------
 

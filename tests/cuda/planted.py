@@ -1,6 +1,6 @@
 """Kernels with a fault each, for `sanitize.sh` to find: what finds none of these finds nothing.
 
-    python tests/cuda/planted.py outside|race
+python tests/cuda/planted.py outside|race
 """
 
 from __future__ import annotations

@@ -169,8 +169,8 @@ class Line:
 def in_pieces(case: str, x: Floats, pieces: list[int], company: bool = False) -> Floats:
     """Outputs of one sequence that comes in pieces."""
     line, ends = Line(case), np.cumsum(pieces)
-    parts = [line.take(x[end - n : end], None, company) for n, end in zip(pieces, ends)]
-    return np.concatenate(parts)
+    spans = zip(pieces, ends, strict=True)
+    return np.concatenate([line.take(x[end - n : end], None, company) for n, end in spans])
 
 
 def drafted(case: str, x: Floats, n: int) -> Floats:

@@ -20,8 +20,8 @@ class _Recur(ctypes.Structure):
 
     _fields_ = (
         ("x", _P), ("mixed", _P), ("out", _P), ("a", _P), ("dt_bias", _P), ("skip", _P),
-        ("states", _P), ("logs", _P), ("columns", _P * 12), ("related", _P), ("state_at", _L), ("log_at", _L),
-        ("state_words", _L), ("log_words", _L), ("log_stride", _L), ("cols", _I),
+        ("states", _P), ("logs", _P), ("columns", _P * 12), ("related", _P), ("state_at", _L),
+        ("log_at", _L), ("state_words", _L), ("log_words", _L), ("log_stride", _L), ("cols", _I),
         ("channels", _I), ("log_tokens", _I), ("dt_low", _F), ("dt_high", _F),
     )  # fmt: skip
 

@@ -76,7 +76,7 @@ class CudaLayer:
     @property
     def programs(self) -> int:
         """How many programs share its heads."""
-        return self.heads * triton.cdiv(self.dv, _COLUMNS)
+        return self.heads * -(-self.dv // _COLUMNS)
 
 
 def layer_of(layer: Recurrent) -> CudaLayer:

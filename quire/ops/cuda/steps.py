@@ -242,7 +242,8 @@ class Steps:
                 n = len(group.view.state_in)
                 # What fills a step up is a sequence too.
                 seqs = n_tokens if n == len(tokens) else rounded(n + 1)
-                shapes.append((name, StateShape(n_tokens, seqs)))
+                single = n == len(tokens) and bool((group.view.state_out < 0).all())
+                shapes.append((name, StateShape(n_tokens, seqs, single)))
                 continue
             if group.view.slot_positions is not None:
                 return None
