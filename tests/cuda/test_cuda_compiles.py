@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from quire.ops.cuda.kernels import recur
+from quire.ops.cuda.kernels import fold, recur
 
 POINTERS = {"x", "mixed", "out", "a_log", "dt_bias", "skip", "weight", "bias"}
 
@@ -47,8 +47,8 @@ shape = {"HEADS": 48, "K_HEADS": 16, "TILED": False, "DK": 128, "DV": 128, "DKP"
 for delta in (False, True):
     made = compiled(recur.recur, 4, **shape, DELTA=delta)
     assert "ld.global.v4" in made.asm["ptx"] and len(made.asm["cubin"]) > 0
-compiled(recur.fold, 4, **shape)
-compiled(recur.fold_tail, 4, WIDTH=4, BLOCK=512)
+compiled(fold.fold, 4, **shape)
+compiled(fold.fold_tail, 4, WIDTH=4, BLOCK=512)
 for gated in (False, True):
     compiled(recur.mix, 1, WIDTH=4, BLOCK=128, BIAS=gated, GATED=gated)
 """

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from quire.memory.groups.state_append import Mode, choose_at_positions
+from quire.memory.groups.state_pools import Mode, choose_at_positions
 from quire.ops import Ops, Refused
 from quire.ops.cuda.recurrent import state_places
 from quire.ops.cuda.recurrent_rows import CudaStates, StateShape, state_columns

@@ -11,6 +11,7 @@ import triton
 
 from quire.ops import Int32, Recurrent, StateTables
 from quire.ops.cuda import recur_native
+from quire.ops.cuda.kernels import fold as fold_kernels
 from quire.ops.cuda.kernels import recur as kernels
 from quire.ops.cuda.machine import Machine, need, power_of_two
 
@@ -251,7 +252,7 @@ def raw_inputs(machine: Machine, layer: CudaLayer, states: CudaStates, log_at: i
     """Raw inputs of tokens that are in logs already, where they will be written again."""
     x = machine.empty(states.shape.tokens, layer.in_cols)
     _, words, stride = states.places.words
-    kernels.raw_inputs[(states.shape.tokens, triton.cdiv(layer.in_cols, _KEPT))](
+    fold_kernels.raw_inputs[(states.shape.tokens, triton.cdiv(layer.in_cols, _KEPT))](
         x, states.places.log_base, *states.columns[9:11], log_at // 4, words, stride, layer.in_cols,
         BLOCK=_KEPT,
     )  # fmt: skip
@@ -280,11 +281,11 @@ def fold(
     if layer.kind != "conv" and recur_native.takes(machine, layer, places.log_tokens):
         recur_native.fold(machine, layer, places.bases, offsets, columns, words, layer.tail_words)
     elif layer.kind != "conv":
-        kernels.fold[(layer.programs, folds, layers)](
+        fold_kernels.fold[(layer.programs, folds, layers)](
             *places.bases, offsets, *columns, layers, *words, layer.tail_words, layer.in_cols,
             **layer.shape, LOG=power_of_two(places.log_tokens, 16), num_warps=4,
         )  # fmt: skip
-    kernels.fold_tail[(triton.cdiv(layer.channels, _KEPT), folds, layers)](
+    fold_kernels.fold_tail[(triton.cdiv(layer.channels, _KEPT), folds, layers)](
         *places.bases, offsets, *columns, layers, *words, layer.channels, WIDTH=layer.width,
         BLOCK=_KEPT, num_warps=4,
     )  # fmt: skip
