@@ -51,8 +51,6 @@ extern "C" __global__ void __launch_bounds__(128) in_place(const InPlaceArgs a) 
   const Place p = place<COLUMNS>();
   const int seq = blockIdx.y, mine = p.start + p.group;
   float* state = a.states + seq * a.state_words + a.state_at + (p.head * DV + mine) * DK;
-  wait_for_previous();
-  let_next_start();
   const u32 to = shared_address(shared_memory + threadIdx.x);
 #pragma unroll
   for (int i = 0; i < STEPS; i++) {
@@ -60,6 +58,8 @@ extern "C" __global__ void __launch_bounds__(128) in_place(const InPlaceArgs a) 
       copy16(to + (i * PARTS + j) * 128 * 16, state + i * 16 * DK + 4 * p.lane8 + 32 * j);
     commit_copies();
   }
+  wait_for_previous();
+  let_next_start();
   RecurArgs like{};
   like.x = a.x, like.mixed = a.mixed, like.cols = a.cols, like.channels = a.channels;
   Token t;
@@ -208,7 +208,7 @@ class Rig:
                 x.values, mixed, layer.weight, layer.weight, *bases, first, state_in, log_in,
                 length, state_out, end, seq, page, slot, at // 4, 0, *states.places.words,
                 layer.in_cols, CHANNELS, 0, CHANNELS, DIM, 2 * keys, keys, 2 * keys, WIDTH=WIDTH,
-                BLOCK=DIM, BIAS=False, GATED=False, num_warps=1,
+                BLOCK=DIM, BIAS=False, GATED=False, EARLY=True, num_warps=1,
             )  # fmt: skip
 
         return run

@@ -55,7 +55,8 @@ for delta in (False, True):
 compiled(fold.fold, 4, **shape)
 compiled(fold.fold_tail, 4, WIDTH=4, BLOCK=512)
 for gated in (False, True):
-    compiled(recur.mix, 1, WIDTH=4, BLOCK=128, BIAS=gated, GATED=gated)
+    compiled(recur.mix, 1, WIDTH=4, BLOCK=128, BIAS=gated, GATED=gated,
+             EARLY=int(sys.argv[1]) >= 90)
 """
 
 

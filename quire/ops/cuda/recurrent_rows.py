@@ -217,6 +217,8 @@ def run(
     gated = layer.kind == "conv"
     keys = layer.k_heads * layer.dk
     key_start = keys if layer.kind == "delta" else layer.heads * layer.dv
+    log_tokens, bases = states.places.log_tokens, states.places.bases
+    native = recur_native.takes(machine, layer, log_tokens)
     for start, stop, size in _blocks(layer):
         kernels.mix[(states.shape.tokens, triton.cdiv(stop - start, size))](
             x, mixed, layer.weight, layer.weight if layer.bias is None else layer.bias,
@@ -224,13 +226,12 @@ def run(
             state_at // 4, log_at // 4, *words, layer.in_cols, layer.channels, start, stop, size,
             2 * keys if layer.kind == "delta" else 0, key_start, 0 if gated else key_start + keys,
             WIDTH=layer.width, BLOCK=power_of_two(size, 32), BIAS=layer.bias is not None,
-            GATED=gated, num_warps=1,
+            GATED=gated, EARLY=native and not gated, num_warps=1,
         )  # fmt: skip
     if gated:
         return mixed
     out = machine.empty(states.shape.tokens, layer.out_cols)
-    log_tokens, bases = states.places.log_tokens, states.places.bases
-    if recur_native.takes(machine, layer, log_tokens):
+    if native:
         tensors = x, mixed, out, layer.a, layer.dt_bias, layer.d
         places = state_at // 4 + layer.tail_words, log_at // 4
         recur_native.recur(

@@ -72,7 +72,8 @@ __device__ __forceinline__ void wait_copies_but(int pending) {
     case 4: return wait_copies<4>();
     case 5: return wait_copies<5>();
     case 6: return wait_copies<6>();
-    default: return wait_copies<7>();
+    case 7: return wait_copies<7>();
+    default: return wait_copies<8>();
   }
 }
 
@@ -277,47 +278,57 @@ __device__ __forceinline__ void zeros(const RecurArgs& a, int first, int count, 
 }
 
 // One token of each sequence, into its log: block x has COLUMNS of a head, block y a sequence. All of
-// their state is on its way before anything else is asked for; each thread waits for its own part.
+// their state and log is on its way before the token is waited for: the kernel that makes it writes
+// neither. Each thread waits for its own part of the state.
 extern "C" __global__ void __launch_bounds__(128) decode(const RecurArgs a) {
   constexpr int STEPS = COLUMNS / 16;
   float4* state = shared_memory;  // [STEPS][PARTS][128 threads]
   One& one = *(One*)(shared_memory + STEPS * PARTS * 128);
   const Place p = place<COLUMNS>();
   const int seq = blockIdx.y;
-  wait_for_previous();
-  let_next_start();
   const int row = a.first[seq], n = a.length[seq], state_in = a.state_in[seq], log_in = a.log_in[seq];
-  const int page = a.page[row], slot = a.slot[row];
+  const float* derived = a.logs + log_in * a.log_words + a.log_at + a.cols;
+  const float* us = derived + KEYS + p.head * DV + p.start;
+  for (int i = threadIdx.x; i < ENTRIES * COLUMNS / 4; i += 128) {
+    int e = i / (COLUMNS / 4), column = i % (COLUMNS / 4) * 4;
+    copy16_if(shared_address(&one.u[e][column]), e < n ? us + e * a.log_stride + column : a.logs, e < n);
+  }
+  commit_copies();
   const float* from = a.states + state_in * a.state_words + a.state_at + (long long)(p.head * DV + p.start + p.group) * DK;
   const u32 to = shared_address(state + threadIdx.x);
 #pragma unroll
   for (int step = 0; step < STEPS; step++) {
 #pragma unroll
     for (int j = 0; j < PARTS; j++)
-      copy16_if(to + (step * PARTS + j) * 128 * 16, from + (state_in < 0 ? 0 : step * 16 * DK + 4 * p.lane8 + 32 * j),
-                state_in >= 0);
+      copy16_if(to + (step * PARTS + j) * 128 * 16,
+                state_in < 0 ? a.states : from + step * 16 * DK + 4 * p.lane8 + 32 * j, state_in >= 0);
     commit_copies();
   }
+  const int page = a.page[row], slot = a.slot[row], count = a.count[seq];
+  const float* cs = derived + KEYS + VALUES + p.head;
+  float c_last = 0.f, c_mine = 0.f;
+  float4 key[PARTS];
+  if (n) {
+    const int e = p.group < n ? p.group : n - 1;
+    load_part(key, derived + e * a.log_stride + p.shared * DK, p.lane8);
+    c_last = load(cs + (n - 1) * a.log_stride), c_mine = load(cs + e * a.log_stride);
+  }
+  const Head head = head_of(a, p);
+  wait_for_previous();
+  let_next_start();
   if (page < 0) {  // padding
     wait_copies<0>();
-    return zeros(a, row, a.count[seq], p.head, p.start, COLUMNS);
+    return zeros(a, row, count, p.head, p.start, COLUMNS);
   }
   Token t;
   load_token(t, a, row, p);
-  const float* derived = a.logs + log_in * a.log_words + a.log_at + a.cols;
-  float4 key[PARTS];
+  const float* values = values_of(a, row, p) + p.start + p.group;
+  float v[STEPS];
 #pragma unroll
-  for (int j = 0; j < PARTS; j++)
-    key[j] = p.group < n ? load4(derived + p.group * a.log_stride + p.shared * DK + 4 * p.lane8 + 32 * j) : t.k[j];
-  const float* cs = derived + KEYS + VALUES + p.head;
-  const float c_last = n ? load(cs + (n - 1) * a.log_stride) : 0.f;
-  const float c_mine = p.group < n ? load(cs + p.group * a.log_stride) : 0.f;
-#pragma unroll 8
-  for (int i = threadIdx.x; i < ENTRIES * COLUMNS; i += 128) {
-    int e = i / COLUMNS, column = i % COLUMNS;
-    one.u[e][column] = e < n ? load(derived + e * a.log_stride + KEYS + p.head * DV + p.start + column) : 0.f;
-  }
-  const Gates g = gates_of(a, head_of(a, p), t, c_last);
+  for (int step = 0; step < STEPS; step++) v[step] = load(values + step * 16);
+  const Gates g = gates_of(a, head, t, c_last);
+#pragma unroll
+  for (int j = 0; j < PARTS; j++) key[j] = p.group < n ? key[j] : t.k[j];
   float by_k = DELTA ? over_row(dot(key, t.k)) : 0.f, by_q = over_row(dot(key, t.q));
   if (p.lane8 == 0) {
     float share = p.group < n ? expf(__fsub_rn(g.c, c_mine)) : 0.f;
@@ -325,10 +336,7 @@ extern "C" __global__ void __launch_bounds__(128) decode(const RecurArgs a) {
     one.past_q[p.group] = __fmul_rn(by_q, share);
     if (p.group == n) one.own_q = by_q;
   }
-  const float* values = values_of(a, row, p) + p.start + p.group;
-  float v[STEPS];
-#pragma unroll
-  for (int step = 0; step < STEPS; step++) v[step] = load(values + step * 16);
+  wait_copies_but(STEPS);
   __syncthreads();
   const Past past = {{one.past_k[p.lane8], one.past_k[p.lane8 + 8]}, {one.past_q[p.lane8], one.past_q[p.lane8 + 8]},
                      one.own_q};
