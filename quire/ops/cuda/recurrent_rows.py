@@ -226,7 +226,8 @@ def run(
             state_at // 4, log_at // 4, *words, layer.in_cols, layer.channels, start, stop, size,
             2 * keys if layer.kind == "delta" else 0, key_start, 0 if gated else key_start + keys,
             WIDTH=layer.width, BLOCK=power_of_two(size, 32), BIAS=layer.bias is not None,
-            GATED=gated, EARLY=native and not gated, num_warps=1,
+            GATED=gated, EARLY=native and machine.launches_ahead and not gated,
+            num_warps=1,
         )  # fmt: skip
     if gated:
         return mixed
