@@ -176,7 +176,8 @@ def state_columns(view: StateTables, seq_rows: Int32, shape: StateShape) -> list
     spare = shape.tokens - len(tokens)
     assert shape.seqs > n or not spare, "padding needs a sequence"
     fill = (len(tokens), 0, -1, -1, 0, -1, -1, 1, n, -1, 0, 0)
-    made = [_filled(*each) for each in zip(columns, shape.sizes, fill, strict=True)]
+    each = zip(columns, shape.sizes, fill, strict=True)
+    made = [_filled(np.asarray(column), size, value) for column, size, value in each]
     made[0][n:], made[1][n : n + 1] = min(len(tokens), shape.tokens - 1), spare
     return made
 
