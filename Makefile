@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PEER ?= peer/bin/python  # an interpreter with llama-cpp-python: bench/README.md says how
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard quire/ops/csrc/*)
 
-.PHONY: demo test test-all test-cuda sanitize lint bench clean
+.PHONY: demo test test-all test-cuda sanitize sanitize-cuda lint bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/quire run "What is the capital of France? Answer in one sentence." -n 64
@@ -32,6 +32,10 @@ sanitize: $(VENV)/installed-sanitize
 # On a machine with a GPU: PyTorch and Triton are taken from its own Python.
 test-cuda:
 	sh tests/cuda/run.sh
+
+# There too: every kernel at small shapes under compute-sanitizer, which has to find planted faults.
+sanitize-cuda:
+	sh tests/cuda/sanitize.sh
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check quire tests bench examples docs/make_cli.py

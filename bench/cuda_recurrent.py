@@ -11,7 +11,6 @@ sixteenth of a fold of 16. Medians of several replays; every figure is in micros
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import statistics
 import time
@@ -20,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from _in_place import DIM, HEADS, K_HEADS, InPlace, in_place_kernel
 
 from quire.devices.budget import Budget
 from quire.devices.cuda import CudaDevice
@@ -29,80 +29,12 @@ from quire.memory.groups.recurrent import RecurrentGroup
 from quire.memory.groups.state_layout import RecurrentSpec, StateLayout
 from quire.memory.groups.views import StateView
 from quire.memory.memory import Memory
-from quire.ops.cuda import CudaOps, Machine, nvrtc, recur_native
-from quire.ops.cuda.driver import call
+from quire.ops.cuda import CudaOps, Machine, recur_native
 from quire.ops.cuda.recurrent_rows import CudaLayer
 
 LOG = 16
-K_HEADS, HEADS, DIM, WIDTH = 16, 48, 128, 4
+WIDTH = 4
 CHANNELS = 2 * K_HEADS * DIM + HEADS * DIM
-
-
-IN_PLACE = r"""
-struct InPlaceArgs {
-  const float *x, *mixed, *a, *dt_bias;
-  float *out, *states;
-  long long state_words, state_at;
-  int cols, channels;
-};
-
-extern "C" __global__ void __launch_bounds__(128) in_place(const InPlaceArgs a) {
-  constexpr int STEPS = COLUMNS / 16;
-  const Place p = place<COLUMNS>();
-  const int seq = blockIdx.y, mine = p.start + p.group;
-  float* state = a.states + seq * a.state_words + a.state_at + (p.head * DV + mine) * DK;
-  wait_for_previous();
-  let_next_start();
-  const u32 to = shared_address(shared_memory + threadIdx.x);
-#pragma unroll
-  for (int i = 0; i < STEPS; i++) {
-    for (int j = 0; j < PARTS; j++)
-      copy16(to + (i * PARTS + j) * 128 * 16, state + i * 16 * DK + 4 * p.lane8 + 32 * j);
-    commit_copies();
-  }
-  RecurArgs like{};
-  like.x = a.x, like.mixed = a.mixed, like.cols = a.cols, like.channels = a.channels;
-  Token t;
-  load_token(t, like, seq, p);
-  float v[STEPS];
-  for (int i = 0; i < STEPS; i++) v[i] = load(values_of(like, seq, p) + mine + i * 16);
-  const float decay = expf(a.a[p.head] * softplus(t.gate + a.dt_bias[p.head]));
-  const float rate = 1.f / (1.f + expf(-t.rate)), own = over_row(dot(t.k, t.q));
-#pragma unroll
-  for (int i = 0; i < STEPS; i++) {
-    wait_copies_but(STEPS - 1 - i);
-    float4 s[PARTS];
-    for (int j = 0; j < PARTS; j++) s[j] = shared_memory[(i * PARTS + j) * 128 + threadIdx.x];
-    float u = rate * (v[i] - decay * over_row(dot(s, t.k)));
-    float y = (decay * over_row(dot(s, t.q)) + own * u) * rsqrtf((float)DK);
-    if (p.lane8 == 0) a.out[(long long)seq * VALUES + p.head * DV + mine + i * 16] = y;
-    for (int j = 0; j < PARTS; j++)
-      ((float4*)(state + i * 16 * DK))[p.lane8 + 8 * j] = added(scaled(s[j], decay), u, t.k[j]);
-  }
-}
-"""
-"""One token of the gated delta rule for a head: its state is read and written."""
-
-
-class InPlace(ctypes.Structure):
-    """InPlaceArgs."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "mixed", "a", "dt_bias", "out", "states")),
-        ("state_words", ctypes.c_longlong), ("state_at", ctypes.c_longlong),
-        ("cols", ctypes.c_int), ("channels", ctypes.c_int),
-    )  # fmt: skip
-
-
-def in_place_kernel(columns: int) -> nvrtc.Kernel:
-    """Compiled with the functions that the package's kernels are made of."""
-    source = nvrtc.source_of(["common", "recur"]) + IN_PLACE
-    shape = {"DK": DIM, "DV": DIM, "HEADS": HEADS, "K_HEADS": K_HEADS, "TILED": 0, "DELTA": 1,
-             "COLUMNS": columns}  # fmt: skip
-    here = nvrtc.native(torch.device("cuda", 0))
-    code, module = nvrtc.compile_source(source, here.architecture, shape), ctypes.c_void_p()
-    call("cuModuleLoadData", ctypes.byref(module), code)
-    return nvrtc.Kernel(module, "in_place", 128, here.most_shared - 1024)
 
 
 class Rig:
@@ -176,7 +108,9 @@ class Rig:
                 sizes = self.layout.state_page_bytes // 4, at // 4 + layer.tail_words
                 given = InPlace(*(t.data_ptr() for t in tensors), *sizes, layer.in_cols, CHANNELS)
                 stream = torch.cuda.current_stream().cuda_stream
-                kernel.launch(stream, (HEADS * DIM // columns, self.batch, 1), columns * DIM * 4, given)
+                kernel.launch(
+                    stream, (HEADS * DIM // columns, self.batch, 1), columns * DIM * 4, given
+                )
 
         return run
 
@@ -206,7 +140,7 @@ class Rig:
                 x.values, mixed, layer.weight, layer.weight, *bases, first, state_in, log_in,
                 length, state_out, end, seq, page, slot, at // 4, 0, *states.places.words,
                 layer.in_cols, CHANNELS, 0, CHANNELS, DIM, 2 * keys, keys, 2 * keys, WIDTH=WIDTH,
-                BLOCK=DIM, BIAS=False, GATED=False, num_warps=1,
+                BLOCK=DIM, BIAS=False, GATED=False, EARLY=True, num_warps=1,
             )  # fmt: skip
 
         return run
@@ -307,13 +241,13 @@ def checkpoints(n_layers: int) -> dict[str, float]:
     found: dict[str, list[float]] = {"save": [], "restore": [], "delete": []}
     moved = count_moves(device)
     for i in range(500):
-        for name, call in (
+        for name, deed in (
             ("save", lambda i=i: memory.checkpoint_save(0, f"{i}")),
             ("restore", lambda i=i: memory.checkpoint_restore(0, f"{i}")),
             ("delete", lambda i=i: memory.checkpoint_delete(f"{i}")),
         ):
             start = time.perf_counter()
-            call()
+            deed()
             found[name].append((time.perf_counter() - start) * 1e6)
     result = {name: round(statistics.median(times), 2) for name, times in found.items()}
     result["bytes moved"] = float(sum(moved))

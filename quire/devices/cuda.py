@@ -15,7 +15,8 @@ from typing import Any, cast
 import numpy as np
 
 from quire.devices.budget import Budget
-from quire.devices.device import Backing, Bytes, Copier, Device, Draws, Ids, Int32, Steps
+from quire.devices.copier import Copier
+from quire.devices.device import Backing, Bytes, Device, Draws, Ids, Int32, Steps
 from quire.errors import BudgetError, RequestError
 from quire.ops import Array, Drawn, Ops
 

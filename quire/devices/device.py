@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.devices.budget import Budget
+from quire.devices.copier import Copier
 from quire.ops import Array, Drawn, Ops, Sampler
 from quire.ops.batch import GroupPages
 
@@ -68,36 +69,6 @@ class PageWork:
     def move(self, group: str, rows: Int32) -> None:
         """Tokens are to be copied from slot to slot: [n, 4]."""
         self.moves.setdefault(group, []).append(rows)
-
-
-class Copy(Protocol):
-    """A copy between device and host that was started."""
-
-    def wait(self) -> None:
-        """Until it is done."""
-
-    def seconds(self) -> float | None:
-        """How long it took; None while it is under way."""
-
-
-class Copier(Protocol):
-    """Copies between a device's pages and the host while both go on with other things.
-
-    A copy comes after all that the device was told before it, and before all that it is told
-    after: no page is read too early, or written too soon.
-    """
-
-    def room(self, size: int) -> Bytes:
-        """Host memory that is copied at full speed; MemoryError if there is none."""
-
-    def free(self, room: Bytes) -> None:
-        """Returns a room."""
-
-    def out(self, rooms: Sequence[Bytes], pages: Sequence[int]) -> Copy:
-        """Starts to copy pages, by their addresses, into rooms."""
-
-    def back(self, rooms: Sequence[Bytes], pages: Sequence[int]) -> Copy:
-        """Starts to copy rooms into pages."""
 
 
 class Backing(ABC):
@@ -284,7 +255,8 @@ class Device(ABC):
         """Completes logs that have raw inputs alone: state page, log page and entries of each."""
         bound = self._groups[group]
         if bound.kernels.derive is not None:
-            bound.kernels.derive(*bound.bases, bound.layout, *_columns(rows))
+            states, logs = bound.bases
+            bound.kernels.derive(states, logs, bound.layout, *_columns(rows))
 
     # -- what kernels of a step see ---------------------------------------------------------------
 

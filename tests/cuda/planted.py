@@ -1,23 +1,35 @@
 """Kernels with a fault each, for `sanitize.sh` to find: what finds none of these finds nothing.
 
-    python tests/cuda/planted.py outside|race
+python tests/cuda/planted.py outside|race
 """
 
 from __future__ import annotations
 
+import ctypes
 import sys
 
 import torch
 import triton
 import triton.language as tl
 
+from quire.ops.cuda import nvrtc
+from quire.ops.cuda.driver import call
+
 RACE = r"""
-extern "C" __global__ void race(int* out) {
-    __shared__ int shared[64];
-    shared[threadIdx.x] = threadIdx.x;
-    out[threadIdx.x] = shared[(threadIdx.x + 32) % 64];  // what another warp may not have written
+struct RaceArgs { int* out; };
+
+extern "C" __global__ void race(const RaceArgs a) {
+  extern __shared__ int shared[];
+  shared[threadIdx.x] = threadIdx.x;
+  a.out[threadIdx.x] = shared[(threadIdx.x + 32) % 64];  // what another warp may not have written
 }
 """
+
+
+class Race(ctypes.Structure):
+    """RaceArgs."""
+
+    _fields_ = (("out", ctypes.c_void_p),)
 
 
 @triton.jit
@@ -32,8 +44,12 @@ def main() -> None:
     if sys.argv[1] == "outside":
         outside[(1,)](torch.zeros(512, dtype=torch.int32, device="cuda"), 512, BLOCK=1024)
     else:
-        kernel = torch.cuda._compile_kernel(RACE, "race")  # type: ignore[attr-defined]
-        kernel((1, 1, 1), (64, 1, 1), (torch.zeros(64, dtype=torch.int32, device="cuda"),))
+        out, module = torch.zeros(64, dtype=torch.int32, device="cuda"), ctypes.c_void_p()
+        here = nvrtc.native(torch.device("cuda", 0))
+        code = nvrtc.compile_source(RACE, here.architecture, {})
+        call("cuModuleLoadData", ctypes.byref(module), code)
+        kernel = nvrtc.Kernel(module, "race", 64, 1024)
+        kernel.launch(here.stream, (1, 1, 1), 256, Race(out.data_ptr()))
     torch.cuda.synchronize()
 
 

@@ -1,4 +1,7 @@
-"""Recurrent kernels compile for every architecture that is supported, with no GPU at hand."""
+"""Recurrent kernels compile for every architecture that is supported, with no GPU at hand.
+
+Those in CUDA C++ keep a state in registers.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,9 @@ import sys
 
 import pytest
 
+from quire.ops.cuda import nvrtc
 from quire.ops.cuda.machine import OLDEST
+from tests.cuda.test_cuda_native import registers, stack
 
 SCRIPT = r"""
 import sys
@@ -17,7 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from quire.ops.cuda.kernels import recur
+from quire.ops.cuda.kernels import fold, recur
 
 POINTERS = {"x", "mixed", "out", "a_log", "dt_bias", "skip", "weight", "bias"}
 
@@ -47,10 +52,11 @@ shape = {"HEADS": 48, "K_HEADS": 16, "TILED": False, "DK": 128, "DV": 128, "DKP"
 for delta in (False, True):
     made = compiled(recur.recur, 4, **shape, DELTA=delta)
     assert "ld.global.v4" in made.asm["ptx"] and len(made.asm["cubin"]) > 0
-compiled(recur.fold, 4, **shape)
-compiled(recur.fold_tail, 4, WIDTH=4, BLOCK=512)
+compiled(fold.fold, 4, **shape)
+compiled(fold.fold_tail, 4, WIDTH=4, BLOCK=512)
 for gated in (False, True):
-    compiled(recur.mix, 1, WIDTH=4, BLOCK=128, BIAS=gated, GATED=gated)
+    compiled(recur.mix, 1, WIDTH=4, BLOCK=128, BIAS=gated, GATED=gated,
+             EARLY=int(sys.argv[1]) >= 90)
 """
 
 
@@ -60,3 +66,20 @@ def test_recurrent_kernels_compile(architecture: int) -> None:
     run = [sys.executable, "-c", SCRIPT, str(architecture)]
     done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+SHAPES = {
+    "Qwen3.5 27B": {"DK": 128, "DV": 128, "HEADS": 48, "K_HEADS": 16, "TILED": 0, "DELTA": 1},
+    "Mamba-2": {"DK": 128, "DV": 64, "HEADS": 24, "K_HEADS": 1, "TILED": 0, "DELTA": 0},
+    "small": {"DK": 32, "DV": 16, "HEADS": 4, "K_HEADS": 2, "TILED": 1, "DELTA": 1},
+}
+
+
+@pytest.mark.skipif(not nvrtc.has_compiler(), reason="there is no NVRTC")
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_native_kernels_keep_states_in_registers(shape: str, architecture: str) -> None:
+    defines: dict[str, object] = {**SHAPES[shape], "COLUMNS": min(int(SHAPES[shape]["DV"]), 128)}
+    code = nvrtc.compile_source(nvrtc.source_of(["common", "recur"]), architecture, defines)
+    assert set(registers(code)) >= {"decode", "relate", "recur", "fold"}
+    assert stack(code) == 0

@@ -138,7 +138,7 @@ def test_pages_leave_and_come_back_while_the_gpu_computes() -> None:
     """A copy sees what was told before it, and nothing of what is told after."""
     import torch
 
-    from quire.devices.device import Copier
+    from quire.devices.copier import Copier
     from quire.memory.pages.pool import PagePool
     from quire.memory.tiers.pinned import PinnedTier
     from tests.cuda.sides import cuda

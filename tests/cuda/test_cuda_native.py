@@ -87,7 +87,7 @@ def test_products_of_some_tokens(tokens: int) -> None:
 
 
 def test_what_was_compiled_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(nvrtc, "_folder", lambda: tmp_path)
     first = nvrtc.compiled(("common", "expand"), "sm_90", {"WEIGHTS": "Quantised<4,32,1>"})
     kept = list((tmp_path / "quire" / "kernels").iterdir())
     assert [path.suffix for path in kept] == [".cubin"] and kept[0].read_bytes() == first

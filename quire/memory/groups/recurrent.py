@@ -11,8 +11,9 @@ from quire.devices.device import Device, GroupKernels
 from quire.errors import BudgetError, RequestError
 from quire.memory.groups.group import Change, Group, Holding, Wanted
 from quire.memory.groups.layout import Int32
-from quire.memory.groups.state_append import StateAppend, StatePools
+from quire.memory.groups.state_append import StateAppend
 from quire.memory.groups.state_layout import StateLayout
+from quire.memory.groups.state_pools import StatePools
 from quire.memory.groups.state_table import StateTable, audit_state
 from quire.memory.groups.views import StateView
 from quire.memory.pages.pool import Demand, PagePool

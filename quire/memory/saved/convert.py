@@ -32,7 +32,7 @@ _OWN = {"bytes", "state_bytes", "log_bytes", "parts"}
 
 
 class Conversion:
-    """How the pages of a group are read: for each of its pools, their size, and what they become."""
+    """How pages of a group are read: for each of its pools, their size, and what they become."""
 
     def __init__(self, group: AnyGroup, theirs: Mapping[str, Any]) -> None:
         """ValueError unless pages described so can become pages of this group."""
@@ -79,7 +79,8 @@ def _source(
     if order == ROWS and ours != (spec.state_bytes, spec.log_bytes):
         raise ValueError(f"its states and logs are not those of {ours} bytes")
     try:
-        return StateLayout(RecurrentSpec(spec.name, spec.layers, *wanted.values(), spec.log_tokens))
+        sizes = wanted["state_bytes"], wanted["log_bytes"], spec.log_tokens
+        return StateLayout(RecurrentSpec(spec.name, spec.layers, *sizes))
     except ModelError as error:
         raise ValueError(str(error)) from error
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from quire.memory.groups.group import AnyGroup
 from quire.memory.groups.layout import AttentionLayout, Int32
+from quire.memory.groups.state_layout import StateLayout
 from quire.memory.groups.state_table import StateTable
 from quire.memory.groups.table import HOLE, Table
 from quire.memory.pages.pool import PagePool
@@ -94,7 +95,7 @@ def describe(group: AnyGroup) -> dict[str, object]:
         field.name: getattr(layout.spec, field.name) for field in fields(layout.spec)
     }
     described["layers"] = list(layout.spec.layers)
-    if described.get("parts") is not None:
+    if isinstance(layout, StateLayout) and layout.spec.parts is not None:
         described["parts"] = list(astuple(layout.spec.parts))
     if isinstance(layout, AttentionLayout):
         described["reuse"] = {str(k): v for k, v in layout.spec.reuse.items()}

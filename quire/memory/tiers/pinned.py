@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.devices.device import Bytes, Copier, Copy, Ids
+from quire.devices.copier import Bytes, Copier, Copy
+from quire.devices.device import Ids
 from quire.errors import TierError
 from quire.memory.pages.pool import PagePool
 from quire.memory.tiers.tiers import Stored, Tier

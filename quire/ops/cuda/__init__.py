@@ -6,6 +6,8 @@
                    the groups of the table: they check, then launch
     formats.py     matrices.py    weights, as kernels read them
     multiply.py    launch.py      which kernel a product takes
+    recurrent_rows.py recur_native.py   which kernel a recurrent layer takes
+    copies.py      pages to the host and back, beside the kernels
     nvrtc.py       CUDA C++, compiled and launched
     kernels/ csrc/ what is launched, in Triton and in CUDA C++
 

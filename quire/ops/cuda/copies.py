@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quire.ops.cuda.driver import DriverError, Driver, call, library
+from quire.ops.cuda.driver import Driver, DriverError, call, library
 
 Bytes = NDArray[np.uint8]
 

@@ -1,6 +1,6 @@
 """CUDA C++ compiled when it is first needed, by the compiler that comes with torch, and launched.
 
-What was compiled is kept in the user's cache folder by its source and architecture. Every launch
+What was compiled is kept in Triton's cache folder, by its source and architecture. Every launch
 lets the kernel start before the one ahead of it ends: kernels wait where they must.
 """
 
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from triton import knobs
 
 from quire.ops.cuda.driver import call
 
@@ -97,8 +98,8 @@ def compile_source(source: str, architecture: str, defines: dict[str, object]) -
 
 
 def _folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "quire" / "kernels"
+    """Beside what Triton compiles."""
+    return Path(knobs.cache.dir) / "quire"
 
 
 def compiled(names: Sequence[str], architecture: str, defines: dict[str, object]) -> bytes:

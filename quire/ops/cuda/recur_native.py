@@ -12,6 +12,7 @@ from quire.ops.cuda.machine import Machine
 from quire.ops.cuda.nvrtc import Kernel, native
 
 THREADS, ROWS, ENTRIES = 128, 32, 16
+_MOST_COLUMNS = 64
 _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int, ctypes.c_float
 
 
@@ -20,8 +21,8 @@ class _Recur(ctypes.Structure):
 
     _fields_ = (
         ("x", _P), ("mixed", _P), ("out", _P), ("a", _P), ("dt_bias", _P), ("skip", _P),
-        ("states", _P), ("logs", _P), ("columns", _P * 12), ("related", _P), ("state_at", _L), ("log_at", _L),
-        ("state_words", _L), ("log_words", _L), ("log_stride", _L), ("cols", _I),
+        ("states", _P), ("logs", _P), ("columns", _P * 12), ("related", _P), ("state_at", _L),
+        ("log_at", _L), ("state_words", _L), ("log_words", _L), ("log_stride", _L), ("cols", _I),
         ("channels", _I), ("log_tokens", _I), ("dt_low", _F), ("dt_high", _F),
     )  # fmt: skip
 
@@ -84,7 +85,7 @@ def _shared(layer: Shaped, rows: int) -> int:
 
 def _columns(layer: Shaped, n_seqs: int, processors: int) -> int:
     """Rows of a state for a block that has one token: many, unless too few blocks were left."""
-    sizes = [size for size in (128, 64, 32, 16) if layer.dv % size == 0]
+    sizes = [size for size in (_MOST_COLUMNS, 64, 32, 16) if layer.dv % size == 0]
     for size in sizes:
         if layer.heads * (layer.dv // size) * n_seqs >= 2 * processors:
             return size
@@ -114,10 +115,11 @@ def recur(
         grid = _parts(layer, columns_each), n_seqs, 1
         decode.launch(stream, grid, shared, arguments)
         return
-    related = machine.empty(n_tokens, layer.k_heads, 2, ENTRIES)
+    related = machine.empty(n_tokens, layer.heads, 2 * ENTRIES + 4)
     arguments.related = related.data_ptr()
     relate = kernel_of(machine, layer, "relate")
-    relate.launch(stream, (n_tokens, layer.k_heads, 1), 0, arguments)
+    shared = 8 * ENTRIES * (1 + layer.heads // layer.k_heads)
+    relate.launch(stream, (n_tokens, layer.k_heads, 1), shared, arguments)
     grid = _parts(layer, ROWS), n_seqs, 1
     kernel_of(machine, layer, "recur").launch(stream, grid, _shared(layer, ROWS), arguments)
 

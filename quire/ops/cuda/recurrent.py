@@ -172,8 +172,8 @@ def state_places(view: StateTables, state_base: int, log_base: int) -> Places:
 def need_states(view: StateTables, seq_rows: Int32) -> None:
     """Refuses tables that say neither append nor scan, or would overwrite what they read."""
     n, log_tokens = len(view.state_in), view.layout.log_tokens
-    columns = (view.state_out, view.log_in, view.log_length, view.log_out, view.tail)
-    columns += view.log_kept, view.room
+    columns = (view.state_out, view.log_in, view.log_length, view.log_out, view.tail,
+               view.log_kept, view.room)  # fmt: skip
     need(all(len(each) == n for each in columns), "one entry per sequence")
     need(((seq_rows >= 0) & (seq_rows < n)).all(), "a token of no sequence")
     counts = np.bincount(seq_rows, minlength=n)

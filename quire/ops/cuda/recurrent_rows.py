@@ -11,6 +11,7 @@ import triton
 
 from quire.ops import Int32, Recurrent, StateTables
 from quire.ops.cuda import recur_native
+from quire.ops.cuda.kernels import fold as fold_kernels
 from quire.ops.cuda.kernels import recur as kernels
 from quire.ops.cuda.machine import Machine, need, power_of_two
 
@@ -76,7 +77,7 @@ class CudaLayer:
     @property
     def programs(self) -> int:
         """How many programs share its heads."""
-        return self.heads * triton.cdiv(self.dv, _COLUMNS)
+        return self.heads * -(-self.dv // _COLUMNS)
 
 
 def layer_of(layer: Recurrent) -> CudaLayer:
@@ -175,7 +176,8 @@ def state_columns(view: StateTables, seq_rows: Int32, shape: StateShape) -> list
     spare = shape.tokens - len(tokens)
     assert shape.seqs > n or not spare, "padding needs a sequence"
     fill = (len(tokens), 0, -1, -1, 0, -1, -1, 1, n, -1, 0, 0)
-    made = [_filled(*each) for each in zip(columns, shape.sizes, fill, strict=True)]
+    each = zip(columns, shape.sizes, fill, strict=True)
+    made = [_filled(np.asarray(column), size, value) for column, size, value in each]
     made[0][n:], made[1][n : n + 1] = min(len(tokens), shape.tokens - 1), spare
     return made
 
@@ -216,6 +218,8 @@ def run(
     gated = layer.kind == "conv"
     keys = layer.k_heads * layer.dk
     key_start = keys if layer.kind == "delta" else layer.heads * layer.dv
+    log_tokens, bases = states.places.log_tokens, states.places.bases
+    native = recur_native.takes(machine, layer, log_tokens)
     for start, stop, size in _blocks(layer):
         kernels.mix[(states.shape.tokens, triton.cdiv(stop - start, size))](
             x, mixed, layer.weight, layer.weight if layer.bias is None else layer.bias,
@@ -223,13 +227,13 @@ def run(
             state_at // 4, log_at // 4, *words, layer.in_cols, layer.channels, start, stop, size,
             2 * keys if layer.kind == "delta" else 0, key_start, 0 if gated else key_start + keys,
             WIDTH=layer.width, BLOCK=power_of_two(size, 32), BIAS=layer.bias is not None,
-            GATED=gated, num_warps=1,
+            GATED=gated, EARLY=native and machine.launches_ahead and not gated,
+            num_warps=1,
         )  # fmt: skip
     if gated:
         return mixed
     out = machine.empty(states.shape.tokens, layer.out_cols)
-    log_tokens, bases = states.places.log_tokens, states.places.bases
-    if recur_native.takes(machine, layer, log_tokens):
+    if native:
         tensors = x, mixed, out, layer.a, layer.dt_bias, layer.d
         places = state_at // 4 + layer.tail_words, log_at // 4
         recur_native.recur(
@@ -251,7 +255,7 @@ def raw_inputs(machine: Machine, layer: CudaLayer, states: CudaStates, log_at: i
     """Raw inputs of tokens that are in logs already, where they will be written again."""
     x = machine.empty(states.shape.tokens, layer.in_cols)
     _, words, stride = states.places.words
-    kernels.raw_inputs[(states.shape.tokens, triton.cdiv(layer.in_cols, _KEPT))](
+    fold_kernels.raw_inputs[(states.shape.tokens, triton.cdiv(layer.in_cols, _KEPT))](
         x, states.places.log_base, *states.columns[9:11], log_at // 4, words, stride, layer.in_cols,
         BLOCK=_KEPT,
     )  # fmt: skip
@@ -280,11 +284,11 @@ def fold(
     if layer.kind != "conv" and recur_native.takes(machine, layer, places.log_tokens):
         recur_native.fold(machine, layer, places.bases, offsets, columns, words, layer.tail_words)
     elif layer.kind != "conv":
-        kernels.fold[(layer.programs, folds, layers)](
+        fold_kernels.fold[(layer.programs, folds, layers)](
             *places.bases, offsets, *columns, layers, *words, layer.tail_words, layer.in_cols,
             **layer.shape, LOG=power_of_two(places.log_tokens, 16), num_warps=4,
         )  # fmt: skip
-    kernels.fold_tail[(triton.cdiv(layer.channels, _KEPT), folds, layers)](
+    fold_kernels.fold_tail[(triton.cdiv(layer.channels, _KEPT), folds, layers)](
         *places.bases, offsets, *columns, layers, *words, layer.channels, WIDTH=layer.width,
         BLOCK=_KEPT, num_warps=4,
     )  # fmt: skip

@@ -20,7 +20,7 @@ struct RecurArgs {
   const float *a, *dt_bias, *skip;
   float *states, *logs;
   const int *first, *count, *state_in, *log_in, *length, *state_out, *state_end, *room, *seq, *page, *slot, *entry;
-  float* related;  // [tokens][K_HEADS][2][ENTRIES]: k, then q, times the keys before; q times its own at its entry
+  float* related;  // [tokens][HEADS][RELATED], what `relate` tells `recur`
   long long state_at, log_at, state_words, log_words, log_stride;
   int cols, channels, log_tokens;
   float dt_low, dt_high;
@@ -72,7 +72,8 @@ __device__ __forceinline__ void wait_copies_but(int pending) {
     case 4: return wait_copies<4>();
     case 5: return wait_copies<5>();
     case 6: return wait_copies<6>();
-    default: return wait_copies<7>();
+    case 7: return wait_copies<7>();
+    default: return wait_copies<8>();
   }
 }
 
@@ -159,20 +160,26 @@ __device__ __forceinline__ void load_log(Log<R>& log, const float* derived, long
     log.c[threadIdx.x] = threadIdx.x < n ? load(derived + threadIdx.x * stride + KEYS + VALUES + p.head) : 0.f;
 }
 
-// A state and the n tokens behind it become a state. All threads have written what is in the log.
+// A state and the n tokens behind it become a state. All threads have written what is in the log;
+// it is used up.
 template <int R>
-__device__ __forceinline__ void fold_log(float4 (*s)[PARTS], const Log<R>& log, int n, const Place& p) {
+__device__ __forceinline__ void fold_log(float4 (*s)[PARTS], Log<R>& log, int n, const Place& p) {
   float last = n ? log.c[n - 1] : 0.f;
   float decay = expf(last);
+  for (int i = threadIdx.x; i < n * 16 * R; i += 128) {
+    int e = i / (16 * R), column = i % (16 * R);
+    log.u[e][column] = __fmul_rn(expf(__fsub_rn(last, log.c[e])), log.u[e][column]);
+  }
 #pragma unroll
   for (int r = 0; r < R; r++)
 #pragma unroll
     for (int j = 0; j < PARTS; j++) s[r][j] = scaled(s[r][j], decay);
-#pragma unroll 1
+  __syncthreads();
+#pragma unroll 2
   for (int e = 0; e < n; e++) {
-    float share = expf(__fsub_rn(last, log.c[e])), by[R];
+    float by[R];
 #pragma unroll
-    for (int r = 0; r < R; r++) by[r] = __fmul_rn(share, log.u[e][16 * r + p.group]);
+    for (int r = 0; r < R; r++) by[r] = log.u[e][16 * r + p.group];
 #pragma unroll
     for (int j = 0; j < PARTS; j++) {
       float4 k = *(const float4*)&log.keys[e][4 * p.lane8 + 32 * j];
@@ -196,11 +203,15 @@ __device__ __forceinline__ const float* values_of(const RecurArgs& a, int row, c
   return a.mixed + (long long)row * a.channels + (DELTA ? 2 * KEYS : 0) + p.head * DV;
 }
 
+__device__ __forceinline__ void load_vectors(Token& t, const RecurArgs& a, int row, const Place& p) {
+  const float* values = a.mixed + (long long)row * a.channels + p.shared * DK;
+  load_part(t.q, values + (DELTA ? 0 : VALUES + KEYS), p.lane8);
+  load_part(t.k, values + (DELTA ? KEYS : VALUES), p.lane8);
+}
+
 __device__ __forceinline__ void load_token(Token& t, const RecurArgs& a, int row, const Place& p) {
-  const float* values = a.mixed + (long long)row * a.channels;
   const float* raw = a.x + (long long)row * a.cols + a.channels;
-  load_part(t.q, values + (DELTA ? p.shared * DK : VALUES + KEYS + p.shared * DK), p.lane8);
-  load_part(t.k, values + (DELTA ? KEYS + p.shared * DK : VALUES + p.shared * DK), p.lane8);
+  load_vectors(t, a, row, p);
   t.gate = load(raw + (DELTA ? HEADS : 0) + p.head);
   t.rate = DELTA ? load(raw + p.head) : 0.f;
 }
@@ -219,13 +230,19 @@ struct Gates {
   float c, decay, dt, rate, skip;
 };
 
+__device__ __forceinline__ float step_of(const RecurArgs& a, float gate, float bias) {
+  float dt = softplus(__fadd_rn(gate, bias));
+  return DELTA ? dt : fminf(fmaxf(dt, a.dt_low), a.dt_high);
+}
+
+__device__ __forceinline__ float rate_of(float rate) { return __fdiv_rn(1.f, __fadd_rn(1.f, expf(-rate))); }
+
 __device__ __forceinline__ Gates gates_of(const RecurArgs& a, const Head& h, const Token& t, float c_last) {
   Gates g;
-  g.dt = softplus(__fadd_rn(t.gate, h.bias));
-  if (!DELTA) g.dt = fminf(fmaxf(g.dt, a.dt_low), a.dt_high);
+  g.dt = step_of(a, t.gate, h.bias);
   g.c = __fmaf_rn(h.a, g.dt, c_last);
   g.decay = expf(g.c);
-  g.rate = DELTA ? __fdiv_rn(1.f, __fadd_rn(1.f, expf(-t.rate))) : 0.f;
+  g.rate = DELTA ? rate_of(t.rate) : 0.f;
   g.skip = h.skip;
   return g;
 }
@@ -263,10 +280,10 @@ __device__ __forceinline__ float* entry_of(const RecurArgs& a, int page, int slo
   return a.logs + (page < 0 ? 0 : page * a.log_words + a.log_at + slot * a.log_stride);
 }
 
-__device__ __forceinline__ void keep_gates(const RecurArgs& a, float* entry, const Token& t, float c, const Place& p) {
-  entry[a.cols + KEYS + VALUES + p.head] = c;
-  entry[a.channels + (DELTA ? HEADS : 0) + p.head] = t.gate;
-  if (DELTA) entry[a.channels + p.head] = t.rate;
+__device__ __forceinline__ void keep_gates(const RecurArgs& a, float* entry, float gate, float rate, float c, int head) {
+  entry[a.cols + KEYS + VALUES + head] = c;
+  entry[a.channels + (DELTA ? HEADS : 0) + head] = gate;
+  if (DELTA) entry[a.channels + head] = rate;
 }
 
 __device__ __forceinline__ void zeros(const RecurArgs& a, int first, int count, int head, int column, int columns) {
@@ -277,47 +294,57 @@ __device__ __forceinline__ void zeros(const RecurArgs& a, int first, int count, 
 }
 
 // One token of each sequence, into its log: block x has COLUMNS of a head, block y a sequence. All of
-// their state is on its way before anything else is asked for; each thread waits for its own part.
+// their state and log is on its way before the token is waited for: the kernel that makes it writes
+// neither. Each thread waits for its own part of the state.
 extern "C" __global__ void __launch_bounds__(128) decode(const RecurArgs a) {
   constexpr int STEPS = COLUMNS / 16;
   float4* state = shared_memory;  // [STEPS][PARTS][128 threads]
   One& one = *(One*)(shared_memory + STEPS * PARTS * 128);
   const Place p = place<COLUMNS>();
   const int seq = blockIdx.y;
-  wait_for_previous();
-  let_next_start();
   const int row = a.first[seq], n = a.length[seq], state_in = a.state_in[seq], log_in = a.log_in[seq];
-  const int page = a.page[row], slot = a.slot[row];
+  const float* derived = a.logs + log_in * a.log_words + a.log_at + a.cols;
+  const float* us = derived + KEYS + p.head * DV + p.start;
+  for (int i = threadIdx.x; i < ENTRIES * COLUMNS / 4; i += 128) {
+    int e = i / (COLUMNS / 4), column = i % (COLUMNS / 4) * 4;
+    copy16_if(shared_address(&one.u[e][column]), e < n ? us + e * a.log_stride + column : a.logs, e < n);
+  }
+  commit_copies();
   const float* from = a.states + state_in * a.state_words + a.state_at + (long long)(p.head * DV + p.start + p.group) * DK;
   const u32 to = shared_address(state + threadIdx.x);
 #pragma unroll
   for (int step = 0; step < STEPS; step++) {
 #pragma unroll
     for (int j = 0; j < PARTS; j++)
-      copy16_if(to + (step * PARTS + j) * 128 * 16, from + (state_in < 0 ? 0 : step * 16 * DK + 4 * p.lane8 + 32 * j),
-                state_in >= 0);
+      copy16_if(to + (step * PARTS + j) * 128 * 16,
+                state_in < 0 ? a.states : from + step * 16 * DK + 4 * p.lane8 + 32 * j, state_in >= 0);
     commit_copies();
   }
+  const int page = a.page[row], slot = a.slot[row], count = a.count[seq];
+  const float* cs = derived + KEYS + VALUES + p.head;
+  float c_last = 0.f, c_mine = 0.f;
+  float4 key[PARTS];
+  if (n) {
+    const int e = p.group < n ? p.group : n - 1;
+    load_part(key, derived + e * a.log_stride + p.shared * DK, p.lane8);
+    c_last = load(cs + (n - 1) * a.log_stride), c_mine = load(cs + e * a.log_stride);
+  }
+  const Head head = head_of(a, p);
+  wait_for_previous();
+  let_next_start();
   if (page < 0) {  // padding
     wait_copies<0>();
-    return zeros(a, row, a.count[seq], p.head, p.start, COLUMNS);
+    return zeros(a, row, count, p.head, p.start, COLUMNS);
   }
   Token t;
   load_token(t, a, row, p);
-  const float* derived = a.logs + log_in * a.log_words + a.log_at + a.cols;
-  float4 key[PARTS];
+  const float* values = values_of(a, row, p) + p.start + p.group;
+  float v[STEPS];
 #pragma unroll
-  for (int j = 0; j < PARTS; j++)
-    key[j] = p.group < n ? load4(derived + p.group * a.log_stride + p.shared * DK + 4 * p.lane8 + 32 * j) : t.k[j];
-  const float* cs = derived + KEYS + VALUES + p.head;
-  const float c_last = n ? load(cs + (n - 1) * a.log_stride) : 0.f;
-  const float c_mine = p.group < n ? load(cs + p.group * a.log_stride) : 0.f;
-#pragma unroll 8
-  for (int i = threadIdx.x; i < ENTRIES * COLUMNS; i += 128) {
-    int e = i / COLUMNS, column = i % COLUMNS;
-    one.u[e][column] = e < n ? load(derived + e * a.log_stride + KEYS + p.head * DV + p.start + column) : 0.f;
-  }
-  const Gates g = gates_of(a, head_of(a, p), t, c_last);
+  for (int step = 0; step < STEPS; step++) v[step] = load(values + step * 16);
+  const Gates g = gates_of(a, head, t, c_last);
+#pragma unroll
+  for (int j = 0; j < PARTS; j++) key[j] = p.group < n ? key[j] : t.k[j];
   float by_k = DELTA ? over_row(dot(key, t.k)) : 0.f, by_q = over_row(dot(key, t.q));
   if (p.lane8 == 0) {
     float share = p.group < n ? expf(__fsub_rn(g.c, c_mine)) : 0.f;
@@ -325,10 +352,7 @@ extern "C" __global__ void __launch_bounds__(128) decode(const RecurArgs a) {
     one.past_q[p.group] = __fmul_rn(by_q, share);
     if (p.group == n) one.own_q = by_q;
   }
-  const float* values = values_of(a, row, p) + p.start + p.group;
-  float v[STEPS];
-#pragma unroll
-  for (int step = 0; step < STEPS; step++) v[step] = load(values + step * 16);
+  wait_copies_but(STEPS);
   __syncthreads();
   const Past past = {{one.past_k[p.lane8], one.past_k[p.lane8 + 8]}, {one.past_q[p.lane8], one.past_q[p.lane8 + 8]},
                      one.own_q};
@@ -345,44 +369,70 @@ extern "C" __global__ void __launch_bounds__(128) decode(const RecurArgs a) {
     Result made = one_row(s, t, g, past, v[step], one.u[p.lane8][column], one.u[p.lane8 + 8][column]);
     if (p.lane8 == 0) out[column] = made.y, kept[column] = made.u;
   }
-  if (threadIdx.x == 0 && p.start == 0) keep_gates(a, entry, t, g.c, p);
+  if (threadIdx.x == 0 && p.start == 0) keep_gates(a, entry, t.gate, t.rate, g.c, p.head);
 }
 
-// For each token, products of its k and q with the keys between it and its state.
+constexpr int SHARERS = HEADS / K_HEADS;  // heads that share a key
+constexpr int RELATED = 2 * ENTRIES + 4;  // shares of entries in sums with k and with q; c, decay, rate and dt
+
+struct Steps {
+  float by[2][ENTRIES];  // products with k and with q
+  float dt[SHARERS][ENTRIES], c[SHARERS][ENTRIES];
+};
+
+// What a token has to do with those between it and its state, for all heads of a key: block x has a
+// token, block y a key. Nothing here waits for a sum over the tokens before, so they run together.
 extern "C" __global__ void __launch_bounds__(128) relate(const RecurArgs a) {
+  Steps& steps = *(Steps*)shared_memory;
   Place p = place<DV>();
   p.shared = blockIdx.y;
-  const int row = blockIdx.x, seq = a.seq[row], n = a.entry[row];
+  const int row = blockIdx.x, seq = a.seq[row], n = a.entry[row], page = a.page[row], slot = a.slot[row];
   wait_for_previous();
   let_next_start();
   const int i = row - a.first[seq], back = n - p.group;
+  const float* log = a.logs + a.log_in[seq] * a.log_words + a.log_at + a.cols;
   Token t;
-  const int of_q = DELTA ? 0 : VALUES + KEYS, of_k = DELTA ? KEYS : VALUES;
-  const float* values = a.mixed + (long long)row * a.channels + p.shared * DK;
-  load_part(t.q, values + of_q, p.lane8);
-  load_part(t.k, values + of_k, p.lane8);
+  load_vectors(t, a, row, p);
   float4 key[PARTS];
   if (back < 0) {
 #pragma unroll
     for (int j = 0; j < PARTS; j++) key[j] = zero4();
   } else if (back <= i) {
-    load_part(key, values + of_k - (long long)back * a.channels, p.lane8);
+    load_part(key, a.mixed + (long long)(row - back) * a.channels + p.shared * DK + (DELTA ? KEYS : VALUES), p.lane8);
   } else {
-    const float* log = a.logs + a.log_in[seq] * a.log_words + a.log_at + p.group * a.log_stride;
-    load_part(key, log + a.cols + p.shared * DK, p.lane8);
+    load_part(key, log + p.group * a.log_stride + p.shared * DK, p.lane8);
   }
   float by_k = DELTA ? over_row(dot(key, t.k)) : 0.f, by_q = over_row(dot(key, t.q));
-  float* out = a.related + ((long long)row * K_HEADS + p.shared) * 2 * ENTRIES;
-  if (p.lane8 == 0) out[p.group] = by_k, out[ENTRIES + p.group] = by_q;
+  if (p.lane8 == 0) steps.by[0][p.group] = by_k, steps.by[1][p.group] = by_q;
+  for (int at = threadIdx.x; at < SHARERS * ENTRIES; at += 128) {
+    const int h = at / ENTRIES, e = at % ENTRIES, head = TILED ? p.shared + h * K_HEADS : p.shared * SHARERS + h;
+    const float* raw = a.x + (long long)(row - n + e) * a.cols + a.channels + (DELTA ? HEADS : 0) + head;
+    if (e <= n && n - e <= i) steps.dt[h][e] = step_of(a, load(raw), a.dt_bias[head]);
+    else if (e <= n) steps.c[h][e] = load(log + e * a.log_stride + KEYS + VALUES + head);
+  }
+  __syncthreads();
+  for (int h = threadIdx.x; h < SHARERS; h += 128) {
+    const int start = n > i ? n - i : 0;
+    const float by = a.a[TILED ? p.shared + h * K_HEADS : p.shared * SHARERS + h];
+    float c = start ? steps.c[h][start - 1] : 0.f;
+    for (int e = start; e <= n; e++) steps.c[h][e] = c = __fmaf_rn(by, steps.dt[h][e], c);
+  }
+  __syncthreads();
+  for (int at = threadIdx.x; at < SHARERS * ENTRIES; at += 128) {
+    const int h = at / ENTRIES, e = at % ENTRIES, head = TILED ? p.shared + h * K_HEADS : p.shared * SHARERS + h;
+    float* out = a.related + ((long long)row * HEADS + head) * RELATED;
+    const float c = steps.c[h][n], share = e < n ? expf(__fsub_rn(c, steps.c[h][e])) : 0.f;
+    out[e] = __fmul_rn(steps.by[0][e], share);
+    out[ENTRIES + e] = e == n ? steps.by[1][e] : __fmul_rn(steps.by[1][e], share);
+    if (e) continue;
+    const float* raw = a.x + (long long)row * a.cols + a.channels + head;
+    const float gate = load(raw + (DELTA ? HEADS : 0)), rate = DELTA ? load(raw) : 0.f;
+    *(float4*)(out + 2 * ENTRIES) = {c, expf(c), DELTA ? rate_of(rate) : 0.f, steps.dt[h][n]};
+    if (page >= 0) keep_gates(a, entry_of(a, page, slot), gate, rate, c, head);
+  }
 }
 
-__device__ __forceinline__ void load_past(Past& past, const RecurArgs& a, int row, const Place& p) {
-  const float* from = a.related + ((long long)row * K_HEADS + p.shared) * 2 * ENTRIES;
-  past.k[0] = load(from + p.lane8), past.k[1] = load(from + p.lane8 + 8);
-  past.q[0] = load(from + ENTRIES + p.lane8), past.q[1] = load(from + ENTRIES + p.lane8 + 8);
-}
-
-// Any tokens of each sequence: block x has 32 rows of a head, block y a sequence.
+// Any tokens of each sequence, after `relate`: block x has 32 rows of a head, block y a sequence.
 extern "C" __global__ void __launch_bounds__(128, 3) recur(const RecurArgs a) {
   constexpr int R = ROWS / 16;
   Log<R>& log = *(Log<R>*)shared_memory;
@@ -401,42 +451,40 @@ extern "C" __global__ void __launch_bounds__(128, 3) recur(const RecurArgs a) {
   int inside[2] = {column[0] < DV ? column[0] : 0, column[1] < DV ? column[1] : 0};
   Token token;  // loaded one ahead, since it comes from far away
   Past past;
+  float4 gates;
   float v[2];
   int page, slot;
   auto fetch = [&](int row) {
-    load_token(token, a, row, p);
-    load_past(past, a, row, p);
+    const float* from = a.related + ((long long)row * HEADS + p.head) * RELATED;
+    load_vectors(token, a, row, p);
+    past.k[0] = load(from + p.lane8), past.k[1] = load(from + p.lane8 + 8);
+    past.q[0] = load(from + ENTRIES + p.lane8), past.q[1] = load(from + ENTRIES + p.lane8 + 8);
+    gates = load4(from + 2 * ENTRIES);
     for (int r = 0; r < 2; r++) v[r] = load(values_of(a, row, p) + inside[r]);
     page = a.page[row], slot = a.slot[row];
   };
   fetch(first);
   load_log(log, a.logs + a.log_in[seq] * a.log_words + a.log_at + a.cols, a.log_stride, n, p);
-  const Head head = head_of(a, p);
+  const float skip = DELTA ? 0.f : a.skip[p.head];
   __syncthreads();
-  float c_last = n ? log.c[n - 1] : 0.f, c[2] = {log.c[p.lane8], log.c[p.lane8 + 8]};
   for (int i = 0; i < count; i++) {
     if (n == room || i == end) {
       __syncthreads();
       fold_log(s, log, n, p);
       __syncthreads();
-      n = 0, room = a.log_tokens, c_last = 0.f;
+      n = 0, room = a.log_tokens;
       if (i == end) store_state<R>(s, a.states + state_out * a.state_words + a.state_at, p);
     }
     const int row = first + i;
     const Token t = token;
     Past now = past;
+    const Gates g = {gates.x, gates.y, gates.w, gates.z, skip};
     const float mine[2] = {v[0], v[1]};
     const bool keeps = page >= 0;
     float* entry = entry_of(a, page, slot);
     if (i + 1 < count) fetch(row + 1);
     now.own = __shfl_sync(~0u, n < 8 ? now.q[0] : now.q[1], (threadIdx.x & 24) | (n & 7));
-    const Gates g = gates_of(a, head, t, c_last);
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      float share = p.lane8 + 8 * h < n ? expf(__fsub_rn(g.c, c[h])) : 0.f;
-      now.k[h] = __fmul_rn(now.k[h], share), now.q[h] = __fmul_rn(now.q[h], share);
-      if (p.lane8 + 8 * h == n) c[h] = g.c;
-    }
+    if (p.lane8 == (n & 7)) (n < 8 ? now.q[0] : now.q[1]) = 0.f;
     if (p.group == n) {  // for the next fold
       log.c[n] = g.c;
 #pragma unroll
@@ -454,8 +502,7 @@ extern "C" __global__ void __launch_bounds__(128, 3) recur(const RecurArgs a) {
       if (p.lane8 == 0) log.u[n][16 * r + p.group] = made.u;
     }
     __syncwarp();
-    if (keeps && p.start == 0 && threadIdx.x == 0) keep_gates(a, entry, t, g.c, p);
-    c_last = g.c, n++;
+    n++;
   }
   if (end == count) {
     __syncthreads();

@@ -21,17 +21,18 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 
 @triton.jit
-def _at(base, page, page_words, offset):
+def floats_at(base, page, page_words, offset):
     """Floats of a page, from an offset on; pools start at multiples of 16 bytes."""
     start = tl.multiple_of(base.to(tl.pointer_type(tl.float32)), 16)
     return start + (page.to(tl.int64) * page_words + offset)
 
 
 @triton.jit
-def _raw(
+def raw_input(
     row, i, back, c, inside, x, cols, channels, entries, n_entries, log_stride, tail, known,
     WIDTH: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
@@ -57,11 +58,14 @@ def mix(
     log_words, log_stride, cols, channels, start_col, end_col, head_cols, normed_cols, key_start,
     key_end,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """What a token's recurrence takes: silu of the convolution, brought to length 1 up to
     `normed_cols`; or, GATED, all that a short convolution does. Keeps raw inputs and keys in the
     log, and the tail of a state that is written.
     """
+    if EARLY:  # the next kernel has much to fetch before it needs what this one makes
+        gdc_launch_dependents()
     row = tl.program_id(0)
     seq, page = tl.load(row_seq + row), tl.load(row_page + row)
     state_out = tl.load(seq_state_out + seq)
@@ -71,12 +75,12 @@ def mix(
     if (page >= 0) | (state_out >= 0):
         i = row - tl.load(seq_first + seq)
         state_in, n_entries = tl.load(seq_state_in + seq), tl.load(seq_log_length + seq)
-        entries = _at(logs, tl.load(seq_log_in + seq), log_words, log_at)
-        tail = _at(states, state_in, state_words, state_at)
+        entries = floats_at(logs, tl.load(seq_log_in + seq), log_words, log_at)
+        tail = floats_at(states, state_in, state_words, state_at)
         known = tl.where(state_in >= 0, 1, 0)
         y = tl.zeros([BLOCK], tl.float32)
         for j in tl.static_range(WIDTH):
-            value = _raw(
+            value = raw_input(
                 row, i, WIDTH - 1 - j, c, inside, x, cols, channels, entries, n_entries,
                 log_stride, tail, known, WIDTH, GATED,
             )  # fmt: skip
@@ -91,15 +95,15 @@ def mix(
                 y = y * tl.div_rn(1.0, tl.sqrt_rn(tl.sum(y * y, 0) + 1e-6))
         tl.store(mixed + row.to(tl.int64) * channels + c, y, mask=inside)
         if page >= 0:
-            entry = _at(logs, page, log_words, log_at + tl.load(row_slot + row) * log_stride)
+            entry = floats_at(logs, page, log_words, log_at + tl.load(row_slot + row) * log_stride)
             tl.store(entry + c, value, mask=inside)
             keys = inside & (c >= key_start) & (c < key_end)
             tl.store(entry + cols + (c - key_start), y, mask=keys)
         end = tl.load(seq_state_end + seq)
         if (state_out >= 0) & (i == tl.maximum(end, 1) - 1):
-            kept = _at(states, state_out, state_words, state_at)
+            kept = floats_at(states, state_out, state_words, state_at)
             for j in tl.static_range(WIDTH - 1):
-                value = _raw(
+                value = raw_input(
                     row, i, i - end + WIDTH - 1 - j, c, inside, x, cols, channels, entries,
                     n_entries, log_stride, tail, known, WIDTH, GATED,
                 )  # fmt: skip
@@ -115,21 +119,21 @@ def _softplus(x):
 
 
 @triton.jit
-def _state(states, page, state_words, at, inside):
+def state_tile(states, page, state_words, at, inside):
     """A tile of a state; that of no page is zero."""
     known = inside & (page + tl.zeros_like(inside).to(tl.int32) >= 0)
-    return tl.load(_at(states, page, state_words, 0) + at, mask=known, other=0.0)
+    return tl.load(floats_at(states, page, state_words, 0) + at, mask=known, other=0.0)
 
 
 @triton.jit
-def _entries(
+def log_tiles(
     logs, page, log_words, log_at, log_stride, n, cols, shared, head, d, columns,
     HEADS: tl.constexpr, K_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     LOG: tl.constexpr,
 ):  # fmt: skip
     """Keys, u and c of a log's entries; zeros behind its end."""
     t = tl.arange(0, LOG)
-    entry = _at(logs, page, log_words, log_at) + (t * log_stride + cols)
+    entry = floats_at(logs, page, log_words, log_at) + (t * log_stride + cols)
     old = t < n
     at_key = entry[:, None] + (shared * DK + d[None, :])
     keys = tl.load(at_key, mask=old[:, None] & (d < DK)[None, :], other=0.0)
@@ -140,7 +144,7 @@ def _entries(
 
 
 @triton.jit
-def _folded(state, keys, u, c, n, LOG: tl.constexpr):
+def folded(state, keys, u, c, n, LOG: tl.constexpr):
     """A state and the n tokens behind it, as a state."""
     t = tl.arange(0, LOG)
     last = tl.sum(tl.where(t == n - 1, c, 0.0), 0)
@@ -205,20 +209,20 @@ def recur(
     if (tl.load(row_page + first) >= 0) | (state_out >= 0):
         a, bias = tl.load(a_log + head), tl.load(dt_bias + head)
         through = tl.load(skip + head)
-        state = _state(states, tl.load(seq_state_in + seq), state_words, at, inside)
+        state = state_tile(states, tl.load(seq_state_in + seq), state_words, at, inside)
         n, room = tl.load(seq_log_length + seq), tl.load(seq_room + seq)
         end = tl.load(seq_state_end + seq)
-        keys, u, c = _entries(
+        keys, u, c = log_tiles(
             logs, tl.load(seq_log_in + seq), log_words, log_at, log_stride, n, cols, shared, head,
             d, columns, HEADS, K_HEADS, DK, DV, LOG,
         )  # fmt: skip
         c_last = tl.sum(tl.where(tl.arange(0, LOG) == n - 1, c, 0.0), 0)
         for i in range(count):
             if (n == room) | (i == end):
-                state = _folded(state, keys, u, c, n, LOG)
+                state = folded(state, keys, u, c, n, LOG)
                 n, c_last, room = n * 0, c_last * 0.0, room * 0 + log_tokens
                 if i == end:
-                    kept = _at(states, state_out, state_words, 0)
+                    kept = floats_at(states, state_out, state_words, 0)
                     tl.store(kept + at, state, mask=inside)
             row = (first + i).to(tl.int64)
             values, raw = mixed + row * channels, x + row * cols + channels
@@ -244,7 +248,7 @@ def recur(
             page = tl.load(row_page + row)
             if page >= 0:
                 slot = log_at + tl.load(row_slot + row) * log_stride
-                entry = _at(logs, page, log_words, slot)
+                entry = floats_at(logs, page, log_words, slot)
                 own = entry + (cols + K_HEADS * DK + head * DV)
                 tl.store(own + columns, mine, mask=columns < DV)
                 if split == 0:
@@ -255,71 +259,9 @@ def recur(
                     else:
                         tl.store(entry + (channels + head), gate)
         if end == count:
-            state = _folded(state, keys, u, c, n, LOG)
-            tl.store(_at(states, state_out, state_words, 0) + at, state, mask=inside)
+            state = folded(state, keys, u, c, n, LOG)
+            tl.store(floats_at(states, state_out, state_words, 0) + at, state, mask=inside)
     else:
         for i in range(count):
             own = out + (first + i).to(tl.int64) * (HEADS * DV) + head * DV
             tl.store(own + columns, tl.zeros([BV], tl.float32), mask=columns < DV)
-
-
-@triton.jit
-def fold(
-    states, logs, offsets, state_in, log, n_entries, state_out, n_layers, state_words, log_words,
-    log_stride, tail_words, cols,
-    HEADS: tl.constexpr, K_HEADS: tl.constexpr, TILED: tl.constexpr, DK: tl.constexpr,
-    DV: tl.constexpr, DKP: tl.constexpr, BV: tl.constexpr, LOG: tl.constexpr,
-):  # fmt: skip
-    """Logs become parts of states, in all layers: `offsets` has each one's state, then its log."""
-    splits: tl.constexpr = (DV + BV - 1) // BV
-    head, fold, layer = tl.program_id(0) // splits, tl.program_id(1), tl.program_id(2)
-    columns = tl.program_id(0) % splits * BV + tl.arange(0, BV)
-    d = tl.arange(0, DKP)
-    shared = head % K_HEADS if TILED else head // (HEADS // K_HEADS)
-    inside = (columns < DV)[:, None] & (d < DK)[None, :]
-    start = tl.multiple_of(tl.load(offsets + layer), 16) + tail_words
-    log_at = tl.multiple_of(tl.load(offsets + n_layers + layer), 4)
-    at = start + head * (DK * DV) + columns[:, None] * DK + d[None, :]
-    n = tl.load(n_entries + fold)
-    state = _state(states, tl.load(state_in + fold), state_words, at, inside)
-    keys, u, c = _entries(
-        logs, tl.load(log + fold), log_words, log_at, log_stride, n, cols, shared, head, d,
-        columns, HEADS, K_HEADS, DK, DV, LOG,
-    )  # fmt: skip
-    state = _folded(state, keys, u, c, n, LOG)
-    tl.store(_at(states, tl.load(state_out + fold), state_words, 0) + at, state, mask=inside)
-
-
-@triton.jit
-def fold_tail(
-    states, logs, offsets, state_in, log, n_entries, state_out, n_layers, state_words, log_words,
-    log_stride, channels, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The convolution's tail behind a folded log, in all layers."""
-    fold, layer = tl.program_id(1), tl.program_id(2)
-    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    state_at, log_at = tl.load(offsets + layer), tl.load(offsets + n_layers + layer)
-    source, n = tl.load(state_in + fold), tl.load(n_entries + fold)
-    entries = _at(logs, tl.load(log + fold), log_words, log_at)
-    tail = _at(states, source, state_words, state_at)
-    kept = _at(states, tl.load(state_out + fold), state_words, state_at)
-    known = tl.where(source >= 0, 1, 0)
-    for j in tl.static_range(WIDTH - 1):
-        value = _raw(
-            n * 0, n * 0, WIDTH - 1 - j, c, c < channels, entries, 0, channels, entries, n,
-            log_stride, tail, known, WIDTH, False,
-        )  # fmt: skip
-        tl.store(kept + j * channels + c, value, mask=c < channels)
-
-
-@triton.jit
-def raw_inputs(
-    x, logs, row_page, row_slot, log_at, log_words, log_stride, cols, BLOCK: tl.constexpr
-):
-    """Raw inputs of tokens, from where they are in logs."""
-    row = tl.program_id(0)
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    slot = log_at + tl.load(row_slot + row) * log_stride
-    entry = _at(logs, tl.load(row_page + row), log_words, slot)
-    value = tl.load(entry + c, mask=c < cols, other=0.0)
-    tl.store(x + row.to(tl.int64) * cols + c, value, mask=c < cols)
