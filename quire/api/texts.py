@@ -176,7 +176,7 @@ class Texts:
         if isinstance(prompt, (bytes, bytearray)):
             raise _no_bytes(prompt)
         try:
-            return [operator.index(token) for token in prompt]
+            return list(map(operator.index, prompt))
         except TypeError as error:
             raise RequestError(
                 f"a prompt is a text or a list of token ids, not {prompt!r:.80}"
@@ -198,7 +198,7 @@ def is_batch(prompt: Prompt | Seq[Prompt]) -> bool:
         raise _no_bytes(prompt)
     if not isinstance(prompt, Iterable):
         raise RequestError(f"a prompt is a text or a list of token ids, not {prompt!r:.80}")
-    return not all(isinstance(t, (int, np.integer)) for t in prompt)
+    return not all(issubclass(kind, (int, np.integer)) for kind in set(map(type, prompt)))
 
 
 def _no_bytes(prompt: bytes | bytearray) -> RequestError:

@@ -155,9 +155,9 @@ class Sequences:
     def check_tokens(self, held: int, tokens: Seq[int] | Int32) -> None:
         """Refuses tokens that are none, or do not fit behind those that a sequence holds."""
         n_vocab = self.n_vocab
-        for token in tokens:
-            if not 0 <= token < n_vocab:
-                raise RequestError(f"token id {token} is outside the vocabulary of {n_vocab}")
+        if len(tokens) and not (min(tokens) >= 0 and max(tokens) < n_vocab):
+            token = next(token for token in tokens if not 0 <= token < n_vocab)
+            raise RequestError(f"token id {token} is outside the vocabulary of {n_vocab}")
         if held + len(tokens) > self.n_ctx:
             raise self.too_long(held + len(tokens))
 
