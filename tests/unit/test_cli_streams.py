@@ -42,7 +42,10 @@ def shell(path: str, words: str, before: str = "", after: str = "", **env: str) 
 def answer(path: str, text: str) -> str:
     with quire.load(path, threads=1) as llm:
         return (
-            llm.chat([{"role": "user", "content": text}], max_tokens=4, ignore_eos=True).text + "\n"
+            llm.chat(
+                [{"role": "user", "content": text}], max_tokens=4, ignore_eos=True, temperature=0
+            ).text
+            + "\n"
         )
 
 
@@ -160,6 +163,39 @@ def test_flags_of_llama_cpp(path: str) -> None:
         result = run("run", "hello", flag)
         assert result.exit_code == 2 and f"there is no {flag.partition('=')[0]}: " in result.stderr
     assert "no such option" in run("run", "x", "--nonsense").stderr.lower()
+
+
+def test_flags_for_sampling(path: str) -> None:
+    flags = {
+        "--temp": ("temperature", 0.9), "--typical": ("typical_p", 0.9),
+        "--top-nsigma": ("top_n_sigma", 1.5), "--xtc-probability": ("xtc_probability", 0.5),
+        "--xtc-threshold": ("xtc_threshold", 0.2), "--mirostat-ent": ("mirostat_tau", 4.0),
+        "--mirostat-lr": ("mirostat_eta", 0.2), "--mirostat": ("mirostat", 2),
+        "--dry-multiplier": ("dry_multiplier", 0.8), "--dry-base": ("dry_base", 1.5),
+        "--dry-allowed-length": ("dry_allowed_length", 3), "--seed": ("seed", 5),
+        "--dry-penalty-last-n": ("dry_penalty_last_n", 64),
+    }  # fmt: skip
+    words = [word for flag, (_, value) in flags.items() for word in (flag, str(value))]
+    words += ["--dry-sequence-breaker", "x", "--logit-bias", "70+1.5", "-l", "71-2"]
+    sampling = quire.Sampling(
+        **dict(flags.values()), dry_sequence_breakers=("x",), logit_bias={70: 1.5, 71: -2.0},
+        max_tokens=4, ignore_eos=True,
+    )  # fmt: skip
+    with quire.load(path, threads=1) as llm:
+        text = llm.generate("hello", sampling).text
+    made = run("run", "hello", "--raw", "-m", path, *FEW, *words)
+    assert made.stdout == text + "\n" and made.exit_code == 0
+    told(run("run", "hello", "-l", "x"), "--logit-bias is like 15043+1")
+    told(run("run", "hello", "--mirostat", "1"), "--mirostat is 0 (off) or 2")
+
+
+def test_a_conversation_is_sampled_as_its_model_wants(path: str) -> None:
+    """One prompt, one answer: a conversation that is not greedy has several."""
+    once = [run("run", "hello", "-m", path, *FEW).stdout for _ in range(2)]
+    assert once[0] == once[1]
+    talks = {run("chat", "-m", path, *FEW, input="hello\n").stdout for _ in range(4)}
+    assert len(talks) > 1
+    assert run("chat", "-m", path, *FEW, "--temp", "0", input="hello\n").stdout == once[0]
 
 
 def test_flags_that_mean_nothing_are_not_ours() -> None:
