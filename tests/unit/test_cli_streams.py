@@ -16,6 +16,7 @@ import quire
 from quire.cli import main
 from quire.cli.flags import _FLAGS, _NOT_HERE, _SAME, in_flags
 from tests import tiny
+from tests.gguf_writer import write_split
 
 
 @pytest.fixture(scope="module")
@@ -228,6 +229,12 @@ def test_a_context_beyond_the_model_is_told(path: str) -> None:
 def test_python_runs_the_package() -> None:
     command = [sys.executable, "-m", "quire", "--version"]
     assert quire.__version__ in subprocess.run(command, capture_output=True, text=True).stdout
+
+
+def test_show_counts_all_parts(tmp_path: Path) -> None:
+    parts = write_split(tmp_path, "m", 3, tiny.metadata(tiny.Tiny()), tiny.weights(tiny.Tiny()))
+    told = json.loads(run("show", str(parts[0]), "--json").stdout)
+    assert told["bytes"] == sum(part.stat().st_size for part in parts)
 
 
 def test_show_is_readable(path: str) -> None:
