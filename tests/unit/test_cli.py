@@ -118,6 +118,22 @@ def test_a_turn_computes_only_what_is_new(path: str) -> None:
         talk.close()
 
 
+@pytest.mark.parametrize("name", ["tiny-dense", "tiny-recurrent", "lfm2"])
+def test_a_conversation_that_starts_anew_holds_nothing(name: str, tmp_path: Path) -> None:
+    with quire.load(model_folder(name, tmp_path)) as llm:
+        talk = Conversation(llm, quire.Sampling(max_tokens=5, ignore_eos=True))
+        first = "".join(talk.say("hello there"))
+        "".join(talk.say("and again"))
+        talk.clear()
+        assert talk.branch.session.position == talk.exchanges == 0
+        assert "".join(talk.say("hello there")) == first
+        "".join(talk.say("more"))
+        talk.forget(1)
+        assert talk.exchanges == 1 and talk.branch.messages[0]["content"] == "more"
+        assert "".join(talk.say("and on"))
+        talk.close()
+
+
 def test_show_tells_formats_and_kernels(path: str) -> None:
     facts = json.loads(run("show", path, "--json").stdout)
     assert facts["architecture"] == "llama" and "F32" in facts["formats"]
