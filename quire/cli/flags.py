@@ -96,6 +96,16 @@ class Command(click.Command):
     """A command that says what to do instead of flags that other programs have."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, self._ours(ctx, args))
+        except click.UsageError as error:
+            if "unexpected extra argument" not in error.message:
+                raise
+            told = f"{error.message}; what has spaces in it goes in quotes"
+            raise click.UsageError(told, ctx) from error
+
+    def _ours(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """The arguments in the spelling of this command; values stay as they are."""
         options = [p for p in self.get_params(ctx) if isinstance(p, click.Option)]
         known = {name for option in options for name in (*option.opts, *option.secondary_opts)}
         valued = {name for option in options if not option.is_flag for name in option.opts}
@@ -104,14 +114,14 @@ class Command(click.Command):
         for typed in left:
             name, equals, value = typed.partition("=")
             if typed == "--":
-                ours += [typed, *left]
-            elif name in _NOT_HERE and name not in known:
+                return [*ours, typed, *left]
+            if name in _NOT_HERE and name not in known:
                 raise click.UsageError(f"there is no {name}: {_NOT_HERE[name]}", ctx)
-            elif name in _SAME and name not in known and _SAME[name] in known:
-                typed = name = _SAME[name]
-                ours += [name, value] if equals else [name]
+            if name not in known and _SAME.get(name) in known:
+                typed = _SAME[name]
+                ours += [typed, value] if equals else [typed]
             else:
                 ours.append(typed)
             if typed in valued and not equals:
                 ours += [value for value in (next(left, None),) if value is not None]
-        return super().parse_args(ctx, ours)
+        return ours

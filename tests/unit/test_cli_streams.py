@@ -163,6 +163,7 @@ def test_flags_of_llama_cpp(path: str) -> None:
     for flag in ("-fa", "--mlock", "-cnv", "--lora=x"):
         result = run("run", "hello", flag)
         assert result.exit_code == 2 and f"there is no {flag.partition('=')[0]}: " in result.stderr
+    assert "goes in quotes" in run("run", "Why", "is", "the", "sky", "blue?").stderr
     assert "no such option" in run("run", "x", "--nonsense").stderr.lower()
 
 
