@@ -23,7 +23,6 @@ from quire.cli.options import (
 from quire.cli.run_command import cut
 from quire.cli.streams import note, shown
 from quire.errors import ContextError, QuireError, RequestError
-from quire.types import Sampling
 
 _COMMANDS = {
     "/rewind": "[n]     take back the last n exchanges (1)",
@@ -107,13 +106,14 @@ def command(**options: Any) -> None:
     before comes back with the arrow keys. Otherwise every line of standard input is a message.
     """
     system = options.pop("system")
-    sampling, speculate = Sampling(**sampling_from(options)), options.pop("speculate")
+    fields, speculate = sampling_from(options), options.pop("speculate")
     with load_from(options) as llm, drafts_from(speculate, llm) as drafts:
         if not llm.has_template:
             raise RequestError(
                 f"{llm.path.name} has no chat template, so it was not made for conversations; "
                 'quire run --raw "Once upon a time" goes on with a text'
             )
+        sampling = llm.chat_sampling.replace(**fields)
         conversation = Conversation(llm, sampling, system, drafts)
         if sys.stdin.isatty() and sys.stdout.isatty():
             _with_person(conversation)

@@ -124,7 +124,11 @@ class Conversation:
 
     def clear(self) -> None:
         """Starts anew in this branch."""
-        del self.branch.messages[self.branch.n_start :]
+        here = self.branch
+        del here.messages[here.n_start :]
+        if here.session.position:
+            here.session.rewind(-here.session.position)
+        here.seen = ""
 
     def fork(self, name: str) -> None:
         """Goes on in a new branch; the present one stays as it is."""

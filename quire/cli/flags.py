@@ -11,13 +11,22 @@ _FLAGS = {
     "max_tokens": "-n", "temperature": "--temp", "top_k": "--top-k", "top_p": "--top-p",
     "min_p": "--min-p", "repetition_penalty": "--repeat-penalty",
     "presence_penalty": "--presence-penalty", "frequency_penalty": "--frequency-penalty",
+    "typical_p": "--typical", "top_n_sigma": "--top-nsigma",
+    "xtc_probability": "--xtc-probability", "xtc_threshold": "--xtc-threshold",
+    "mirostat_tau": "--mirostat-ent", "mirostat_eta": "--mirostat-lr",
+    "dry_multiplier": "--dry-multiplier", "dry_base": "--dry-base",
+    "dry_allowed_length": "--dry-allowed-length", "dry_penalty_last_n": "--dry-penalty-last-n",
+    "dry_sequence_breakers": "--dry-sequence-breaker", "logit_bias": "--logit-bias",
     "n_ctx": "-c", "n_gpu_layers": "-ngl", "memory_budget": "--memory-budget",
     "kv_cache_tokens": "--kv-cache-tokens", "kv_cache_demand_paged": "--kv-cache-demand-paged",
     "page_tokens": "--page-tokens", "type_k": "-ctk", "type_v": "-ctv", "swa_full": "--swa-full",
     "swap_space": "--swap-space", "moe_n_expert": "--moe-n-expert",
     "n_layer_exit": "--n-layer-exit", "cache_salt": "--cache-salt",
 }  # fmt: skip
-_WORDS = {name: f"--{name}" for name in ("seed", "threads", "device", "activations", "quantize")}
+_WORDS = {
+    name: f"--{name}"
+    for name in ("seed", "threads", "device", "activations", "quantize", "mirostat")
+}
 """Names that are also words: they are settings where a message begins with them, or before =."""
 _NAMED = re.compile(
     rf"(?:\b({'|'.join(_FLAGS)})\b|^({'|'.join(_WORDS)})\b|\b({'|'.join(_WORDS)})(?==))"
@@ -25,7 +34,9 @@ _NAMED = re.compile(
 )
 
 _SAME = {
-    "--predict": "-n", "--temperature": "--temp", "-no-cnv": "--raw", "--no-conversation": "--raw",
+    "--predict": "-n", "--typical-p": "--typical", "--top-n-sigma": "--top-nsigma",
+    "-l": "--logit-bias", "--temperature": "--temp",
+    "-no-cnv": "--raw", "--no-conversation": "--raw",
     "-sys": "--system", "--system-prompt": "--system", "-r": "--stop", "--reverse-prompt": "--stop",
     "-hf": "-m", "--hf-repo": "-m", "-j": "--json-schema", "-jf": "--json-schema",
     "--json-schema-file": "--json-schema", "-ot": "--override-tensor", "-ts": "--tensor-split",
@@ -59,7 +70,8 @@ _INSTEAD = {
     "how much is drafted is found out by itself; see --speculate": 
     "--draft --draft-max --draft-min",
     "penalties look at all that was written": "--repeat-last-n",
-    "the order is: penalties, constraint, temperature, top-k, top-p, min-p": "--samplers",
+    "the order is: bias, penalties, DRY, constraint, temperature, top-nsigma, top-k, typical, "
+    "top-p, min-p, XTC, mirostat": "--samplers --sampling-seq",
     "timings come with every answer in a terminal, and with --json": "-v --verbose --perf",
     "texts are taken as they are; in most shells $'a\\nb' has a line end": "-e --escape",
     "colours are left to your terminal": "--color -co",
@@ -84,6 +96,16 @@ class Command(click.Command):
     """A command that says what to do instead of flags that other programs have."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, self._ours(ctx, args))
+        except click.UsageError as error:
+            if "unexpected extra argument" not in error.message:
+                raise
+            told = f"{error.message}; what has spaces in it goes in quotes"
+            raise click.UsageError(told, ctx) from error
+
+    def _ours(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """The arguments in the spelling of this command; values stay as they are."""
         options = [p for p in self.get_params(ctx) if isinstance(p, click.Option)]
         known = {name for option in options for name in (*option.opts, *option.secondary_opts)}
         valued = {name for option in options if not option.is_flag for name in option.opts}
@@ -92,14 +114,14 @@ class Command(click.Command):
         for typed in left:
             name, equals, value = typed.partition("=")
             if typed == "--":
-                ours += [typed, *left]
-            elif name in _NOT_HERE and name not in known:
+                return [*ours, typed, *left]
+            if name in _NOT_HERE and name not in known:
                 raise click.UsageError(f"there is no {name}: {_NOT_HERE[name]}", ctx)
-            elif name in _SAME and name not in known and _SAME[name] in known:
-                typed = name = _SAME[name]
-                ours += [name, value] if equals else [name]
+            if name not in known and _SAME.get(name) in known:
+                typed = _SAME[name]
+                ours += [typed, value] if equals else [typed]
             else:
                 ours.append(typed)
             if typed in valued and not equals:
                 ours += [value for value in (next(left, None),) if value is not None]
-        return super().parse_args(ctx, ours)
+        return ours

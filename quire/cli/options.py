@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -81,16 +82,33 @@ _SAMPLING = [
     click.option("-n", "--n-predict", type=int, default=256, show_default=True,
                  help="Most tokens to generate; -1 for as many as the context holds."),
     click.option("--temp", type=float,
-                 help="Temperature; 0 always takes the likeliest token."),
+                 help="Temperature; 0 always takes the likeliest token (run: 0; chat, here and "
+                 "below: as the model's makers want it)."),
     click.option("--top-k", type=int, help="Keep the k likeliest tokens (0: all)."),
     click.option("--top-p", type=float, help="Keep the likeliest, to this sum."),
     click.option("--min-p", type=float, help="Drop what is less likely than this share of the "
                  "likeliest."),
+    click.option("--typical", type=float, help="Keep what surprises about as much as expected."),
+    click.option("--top-nsigma", type=float, help="Keep what is within so many deviations of the "
+                 "likeliest."),
+    click.option("--xtc-probability", type=float, help="How often the likeliest are left out."),
+    click.option("--xtc-threshold", type=float, help="Those of at least this probability."),
+    click.option("--mirostat", type=int, help="2: steer the surprise of the text; 0: off."),
+    click.option("--mirostat-ent", type=float, help="The surprise to aim at, in bits."),
+    click.option("--mirostat-lr", type=float, help="How fast that is learnt."),
     click.option("--repeat-penalty", type=float, help="Above 1: repeat less."),
     click.option("--presence-penalty", type=float,
                  help="Above 0: say less again of what was said."),
     click.option("--frequency-penalty", type=float,
                  help="Above 0: the less, the oftener it was said."),
+    click.option("--dry-multiplier", type=float, help="Above 0: repeat fewer sequences."),
+    click.option("--dry-base", type=float, help="How much more for each token of length."),
+    click.option("--dry-allowed-length", type=int, help="Repetitions that cost nothing."),
+    click.option("--dry-penalty-last-n", type=int, help="Tokens to look at (-1: all)."),
+    click.option("--dry-sequence-breaker", multiple=True, help="What ends a repetition; may be "
+                 "given several times."),
+    click.option("--logit-bias", multiple=True, metavar="ID+BIAS",
+                 help="Make a token likelier (15043+1) or less likely (15043-1)."),
     click.option("-s", "--seed", type=int, help="Makes sampling repeatable; -1 for another each "
                  "time."),
     click.option("--ignore-eos", is_flag=True, help="Go on when the model ends."),
@@ -100,9 +118,15 @@ _SAMPLING = [
                  "several joined by +. The output stays the same."),
 ]  # fmt: skip
 _FIELDS = {
-    "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
-    "repeat_penalty": "repetition_penalty", "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
+    "temp": "temperature", "typical": "typical_p", "top_nsigma": "top_n_sigma",
+    "mirostat_ent": "mirostat_tau", "mirostat_lr": "mirostat_eta",
+    "repeat_penalty": "repetition_penalty",
+    "dry_sequence_breaker": "dry_sequence_breakers",
+    **{name: name for name in (
+        "top_k", "top_p", "min_p", "xtc_probability", "xtc_threshold", "mirostat",
+        "presence_penalty", "frequency_penalty", "dry_multiplier", "dry_base",
+        "dry_allowed_length", "dry_penalty_last_n",
+    )},
 }  # fmt: skip
 """Options, and the fields of `Sampling` that they set where they are given."""
 
@@ -206,7 +230,9 @@ def sampling_from(options: dict[str, Any]) -> SamplingFields:
     """The fields of `Sampling` that were given, checked; takes their options out of them."""
     tokens, seed = options.pop("n_predict"), options.pop("seed")
     given = {field: options.pop(name) for name, field in _FIELDS.items()}
-    fields: Any = {field: value for field, value in given.items() if value is not None}
+    fields: Any = {field: value for field, value in given.items() if value not in (None, ())}
+    if biases := options.pop("logit_bias"):
+        fields["logit_bias"] = dict(map(_bias, biases))
     if seed is not None and seed != -1:
         fields["seed"] = seed
     if tokens in (-1, -2):  # as llama.cpp has it: endless, or until the context is full
@@ -214,6 +240,13 @@ def sampling_from(options: dict[str, Any]) -> SamplingFields:
     fields |= {"max_tokens": tokens, "ignore_eos": options.pop("ignore_eos")}
     Sampling(**fields)  # refuses what cannot be
     return cast(SamplingFields, fields)
+
+
+def _bias(text: str) -> tuple[int, float]:
+    found = re.fullmatch(r"(\d{1,10})([+-]\d+(?:\.\d+)?)", text)
+    if not found:
+        raise RequestError(f"--logit-bias is like 15043+1 or 15043-1.5, not {text!r}")
+    return int(found[1]), float(found[2])
 
 
 class LoadBar:

