@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PEER ?= peer/bin/python  # an interpreter with llama-cpp-python: bench/README.md says how
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard quire/ops/csrc/*)
 
-.PHONY: demo test test-all test-cuda sanitize sanitize-cuda lint bench clean
+.PHONY: demo test test-all test-cuda test-kernels sanitize sanitize-cuda lint bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/quire run "What is the capital of France? Answer in one sentence." -n 64
@@ -29,6 +29,16 @@ sanitize: $(VENV)/installed-sanitize
 	  PYTHONMALLOC=malloc $(BIN)/python -m pytest -q --capture=sys -p tests.ops.sanitized -m "not slow" tests/ops \
 	  && echo "sanitize: passed" || { echo "sanitize: FAILED"; exit 1; }
 
+# The GPU's kernels without a GPU: Triton's in its interpreter, CUDA C++ and Triton's compiled for
+# every architecture. In a venv of its own, since PyTorch is large and its CPU build will do.
+test-kernels: $(VENV)-kernels/installed
+	TRITON_INTERPRET=1 PYTHONPATH=. $(VENV)-kernels/bin/python -m pytest -q -p no:cacheprovider tests/cuda
+
+$(VENV)-kernels/installed:
+	$(PYTHON) -m venv $(VENV)-kernels
+	$(VENV)-kernels/bin/python -m pip install --quiet "torch==2.13.0" triton nvidia-cuda-nvrtc "numpy<2.3" pytest hypothesis
+	touch $@
+
 # On a machine with a GPU: PyTorch and Triton are taken from its own Python.
 test-cuda:
 	sh tests/cuda/run.sh
@@ -46,7 +56,7 @@ bench: $(VENV)/installed
 	$(BIN)/python bench/peer_cpu.py --quick --peer-python $(PEER)
 
 clean:
-	rm -rf $(VENV) build
+	rm -rf $(VENV) $(VENV)-kernels build
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
