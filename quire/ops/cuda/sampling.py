@@ -99,6 +99,7 @@ def race_keys(uniforms: NDArray[np.float64]) -> NDArray[np.int64]:
 def drawing(
     machine: Machine, x: torch.Tensor, keys: torch.Tensor, heat: torch.Tensor | None,
     floors: torch.Tensor, edges: torch.Tensor | None = None, limits: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The winner of each row; of the likeliest alone, where nobody has a temperature (`heat`).
 
@@ -114,7 +115,8 @@ def drawing(
         keys if limits is None else limits, scores, winners, vocab, n_blocks, BLOCK=_BLOCK,
         GREEDY=heat is None, CUT=edges is not None,
     )  # fmt: skip
-    out = machine.empty(n, dtype=torch.int32)
+    if out is None:
+        out = machine.empty(n, dtype=torch.int32)
     kernels.finish[(n,)](
         scores, winners, out, n_blocks, BLOCK=power_of_two(n_blocks, 16), num_warps=1
     )

@@ -70,6 +70,8 @@ class Key:
     tokens: int
     rows: int
     """Of logits."""
+    every_row: bool
+    """Whether the logits of all tokens are wanted, in order."""
     groups: tuple[tuple[str, PageShape | StateShape], ...]
     greedy: bool
 
@@ -78,7 +80,7 @@ class Drawn:
     """The tokens that a step chooses: -1 where a row allows none, -2 where it is not numbers."""
 
     def __init__(self, ids: torch.Tensor, n: int, stage: Stage) -> None:
-        self._ids, self._event = stage.fetch(ids)
+        self._ids, self._event = stage.fetch(ids[:n])
         self._n = n
 
     def read(self) -> Int32:
@@ -184,7 +186,6 @@ class Captured:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.seen = 0
         self.logits: Array | None = None
-        self.ids: torch.Tensor | None = None
 
     def columns(self) -> list[torch.Tensor]:
         """The parts of the block."""
@@ -228,8 +229,8 @@ class Steps:
         self._replay(step, groups)
         if end is not None:
             end.record()
-        assert step.logits is not None and step.ids is not None
-        return step.logits, Drawn(step.ids, len(rows), self._stage)
+        assert step.logits is not None
+        return step.logits, Drawn(self._last, len(rows), self._stage)
 
     def _key(
         self, tokens: Int32, positions: Int32, seq_rows: Int32, groups: Mapping[str, Group],
@@ -252,7 +253,8 @@ class Steps:
             size = shape.page_tokens, shape.page_bytes, shape.single, 0
             shapes.append((name, PageShape(n_tokens, seqs, pages, *size)))
         greedy = all(d is None or sampler_of(d[0]).wish.temperature == 0 for d in draws)
-        return Key(n_tokens, rounded(len(rows)), tuple(shapes), greedy)
+        every_row = len(rows) == len(tokens)
+        return Key(n_tokens, rounded(len(rows)), every_row, tuple(shapes), greedy)
 
     def _columns(
         self, key: Key, tokens: Int32, positions: Int32, seq_rows: Int32,
@@ -302,7 +304,11 @@ class Steps:
         """What a graph holds."""
         model, ops = self._model, self._ops
         keys, floors, heat, wanted, ids, sources, positions, *rest = step.columns()
-        tokens = torch.where(sources >= 0, self._last[sources.clamp(min=0)], ids)
+        n_tokens = step.key.tokens
+        tokens = self._machine.empty(n_tokens, dtype=torch.int32)
+        kernels.follow[(1,)](
+            ids, sources, self._last, tokens, n_tokens, BLOCK=power_of_two(n_tokens, 32)
+        )
         made, at = {}, 0
         for name, shape in step.key.groups:
             group, columns = groups[name], rest[at : at + len(shape.sizes)]
@@ -316,13 +322,14 @@ class Steps:
         batch = Batch(cast(Any, OnDevice(tokens)), cast(Any, OnDevice(positions)), made)
         x = model.embed(batch)
         model.run(x, batch, 0, model.n_layers)
-        step.logits = model.logits(ops.take_rows(x, OnDevice(wanted)))
+        if not step.key.every_row:
+            x = ops.take_rows(x, OnDevice(wanted))
+        step.logits = model.logits(x)
         heats = None if step.key.greedy else heat.view(torch.float32)
-        values = values_of(step.logits)
-        step.ids = drawing(
-            self._machine, values, keys.view(torch.int64), heats, floors.view(torch.float64)
-        )
-        self._last[: step.key.rows].copy_(step.ids)
+        drawing(
+            self._machine, values_of(step.logits), keys.view(torch.int64), heats,
+            floors.view(torch.float64), out=self._last,
+        )  # fmt: skip
 
 
 def rounded(n: int) -> int:

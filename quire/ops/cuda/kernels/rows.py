@@ -138,3 +138,13 @@ def carry(source, target, n, BLOCK: tl.constexpr):
     """Copies integers between the device and pinned memory of the host, which kernels reach."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(target + at, tl.load(source + at, mask=at < n), mask=at < n)
+
+
+@triton.jit(do_not_specialize=["n"])
+def follow(ids, sources, last, out, n, BLOCK: tl.constexpr):
+    """Tokens of a step: those that it was given, or those that the step before chose for a row."""
+    at = tl.arange(0, BLOCK)
+    row = tl.load(sources + at, mask=at < n, other=-1)
+    given = tl.load(ids + at, mask=at < n, other=0)
+    chosen = tl.load(last + row, mask=row >= 0, other=0)
+    tl.store(out + at, tl.where(row >= 0, chosen, given), mask=at < n)

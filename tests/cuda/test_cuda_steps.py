@@ -1,0 +1,110 @@
+"""Whole steps give what plain ones give: filled up, one behind the other, sampled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.devices.budget import Budget
+from quire.devices.device import Device
+from quire.devices.host import HostDevice
+from quire.memory.batch import SeqTokens
+from quire.memory.build import build_memory
+from quire.models.registry import open_weights
+from quire.ops.cuda import steps
+from quire.placement.blueprint import Blueprint
+from tests import tiny
+from tests.cuda.sides import GPU, cuda, same_bits
+
+PROMPTS = {0: 5, 1: 3, 2: 2}
+"""Sequences, and the tokens that each begins with."""
+
+
+def device() -> Device:
+    """The GPU, or the host with the GPU's operations, interpreted."""
+    if GPU:
+        from quire.devices.cuda import CudaDevice
+
+        return CudaDevice(Budget(1 << 30))
+    return HostDevice(Budget(1 << 28), cuda())
+
+
+class World:
+    """A small model with a memory of its own."""
+
+    def __init__(self, path: Path) -> None:
+        from quire.config import LoadConfig
+        from quire.engine.runner import Runner
+
+        settings = LoadConfig(n_ctx=64)
+        self.device = device()
+        with open_weights(path) as file:
+            self.model = Blueprint.read(file, self.device.ops, settings).load(None)
+        groups, kernels = self.model.groups, self.model.kernels
+        self.memory = build_memory(groups, self.device, settings, kernels, 64)
+        self.runner = Runner(self.model, self.device)
+        self.steps = steps.Steps(self.model, self.device.ops)
+
+    def plain(self, tokens: dict[int, list[int]]) -> Any:
+        """Logits of all rows of a step."""
+        with self.lease(tokens) as lease:
+            rows = np.arange(len(lease.tokens), dtype=np.int32)
+            found = self.device.ops.numpy(self.runner.forward_rows(lease, rows)).copy()
+            lease.commit({seq: len(ids) for seq, ids in tokens.items()})
+        return found
+
+    def whole(
+        self, tokens: dict[int, list[int]], rows: list[int], sources: list[int] | None = None,
+        temperature: float = 0.0,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """The same by a whole step, and the tokens that follow."""
+        ops: Any = self.device.ops
+        with self.lease(tokens) as lease:
+            groups = {}
+            for name, view in lease.views.items():
+                bound = self.device.bound(name)
+                groups[name] = steps.Group(view, bound.bases, bound.layout.by_layer)
+            found = self.steps.run(
+                lease.tokens, lease.positions, lease.seq_rows, groups, np.array(rows, np.int32),
+                [(ops.sampler(temperature), 0.1 * (i + 1)) for i in range(len(rows))],
+                None if sources is None else np.array(sources, np.int32),
+            )  # fmt: skip
+            assert found is not None
+            logits, drawn = found
+            lease.commit({seq: len(ids) for seq, ids in tokens.items()})
+            return ops.numpy(logits)[: len(rows)].copy(), drawn.read()
+
+    def lease(self, tokens: dict[int, list[int]]) -> Any:
+        """Room for a step."""
+        entries = [SeqTokens(seq, np.array(ids, np.int32)) for seq, ids in tokens.items()]
+        return self.memory.reserve(entries)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_whole_steps_are_plain_ones(tmp_path: Path, temperature: float) -> None:
+    path = tmp_path / "tiny.gguf"
+    tiny.write(path, tiny.Tiny(context=128))
+    want, got = World(path), World(path)
+    prompts = {seq: [3 + seq + i for i in range(n)] for seq, n in PROMPTS.items()}
+    plain = want.plain(prompts)
+    last = (np.cumsum(list(PROMPTS.values())) - 1).tolist()
+    logits, ids = got.whole(prompts, last, temperature=temperature)
+    same_bits(logits, plain[last])
+    if temperature == 0:
+        assert ids.tolist() == plain[last].argmax(-1).tolist()
+    # Three steps, each with the tokens that the one before chose; one sequence drops out.
+    going = list(PROMPTS)
+    sources = list(range(len(going)))
+    for round in range(3 if GPU else 2):
+        known = {seq: [int(ids[row])] for seq, row in zip(going, sources, strict=True)}
+        plain = want.plain(known)
+        unread = {seq: [0] for seq in going}
+        rows = list(range(len(going)))
+        logits, ids = got.whole(unread, rows, sources, temperature)
+        same_bits(logits, plain)
+        sources = list(range(len(going)))
+        if round == 0:
+            going, sources = going[1:], sources[1:]
