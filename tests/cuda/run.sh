@@ -13,7 +13,7 @@ run() {
         > "$out/$1.log" 2>&1
     echo "exit $?" >> "$out/$1.log"
 }
-for name in products attention same_bits recurrent convert missing sampling models; do run "test_cuda_$name" & done
+for name in products attention same_bits recurrent convert missing sampling models steps native; do run "test_cuda_$name" & done
 wait
 run test_cuda_device  # alone: it counts the GPU's free bytes, and takes them all
 run test_cuda_memory
