@@ -159,7 +159,9 @@ def decode(llm: quire.LLM, n: int, context: int, rounds: int = 3) -> dict[str, A
     run(MANY)
     seconds = sorted((timed(lambda: run(MANY)) - timed(lambda: run(FEW))) for _ in range(rounds))
     step = seconds[rounds // 2] / (MANY - FEW)
-    streams = [llm.stream(p, max_tokens=MANY, ignore_eos=True) for p in prompts]
+    streams = [
+        llm.stream(p + p[: (FEW + MANY) // 2], max_tokens=MANY, ignore_eos=True) for p in prompts
+    ]
     for stream in streams:
         next(stream)
     alone = replayed(llm)
