@@ -80,7 +80,7 @@ def with_parts(first: GGUF) -> WeightFile:
     parts = [first]
     try:
         for path in _further(first, count):
-            parts.append(GGUF.open(path))
+            parts.append(GGUF.open(path, first.whole))
             _check_number(parts[-1], len(parts) - 1, count)
         whole = SplitGGUF(parts)
         told = first.get_int(_TENSORS, default=len(whole.tensors))
