@@ -33,6 +33,7 @@ class SplitGGUF(WeightFile):
     def __init__(self, parts: list[GGUF]) -> None:
         first = parts[0]
         self.path = first.path
+        self.whole = first.whole
         self.asked = first.asked
         self.metadata = MappingProxyType(
             {k: v for k, v in first.metadata.items() if k not in (_NUMBER, _COUNT, _TENSORS)}
