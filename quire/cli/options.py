@@ -54,7 +54,7 @@ _LESS = [
 ]  # fmt: skip
 
 _PLACES = [
-    click.option("-ngl", "--n-gpu-layers", default="auto", show_default=True, metavar="N|auto",
+    click.option("-ngl", "--n-gpu-layers", default="auto", show_default=True, metavar="N|auto|all",
                  help="Layers on GPUs: first the output, then layers from the last on."),
     click.option("--n-cpu-moe", type=int, metavar="N",
                  help="Keep the experts of the first N layers on the host."),
@@ -167,7 +167,7 @@ sampling_options = _apply(_SAMPLING)
 
 def places_from(options: dict[str, Any]) -> dict[str, Any]:
     """The settings that say what goes where; takes their options out."""
-    layers = options.pop("n_gpu_layers")
+    layers = {"all": str(_ALL_LAYERS), "-1": "auto"}.get(n := options.pop("n_gpu_layers"), n)
     moe = options.pop("n_cpu_moe")
     return {
         "n_gpu_layers": int(layers) if layers.isdecimal() else layers,
