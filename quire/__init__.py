@@ -5,10 +5,12 @@ from __future__ import annotations
 from quire import errors, speculate
 from quire.api.llm import LLM
 from quire.api.load import load
+from quire.api.plan import plan
 from quire.api.report import MemoryReport
 from quire.api.session import Session
 from quire.api.stream import AsyncStream, Stream
 from quire.engine.sequence import Mark
+from quire.placement.plan import Plan
 from quire.text.tokenizer import Tokenizer
 from quire.types import (
     Completion,
@@ -33,6 +35,7 @@ __all__ = [
     "Json",
     "Mark",
     "MemoryReport",
+    "Plan",
     "Regex",
     "Sampling",
     "Session",
@@ -45,5 +48,6 @@ __all__ = [
     "ToolCall",
     "errors",
     "load",
+    "plan",
     "speculate",
 ]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from quire import containers
 from quire.errors import RequestError
@@ -26,8 +27,25 @@ class LoadConfig:
     n_ctx: int | None = None
     threads: int | None = None
     device: str = "auto"
+    """auto, cpu, cuda, cuda:1 …, reference; or several of them, separated by commas."""
     n_gpu_layers: int | Literal["auto"] = "auto"
-    memory_budget: int | str | None = None
+    """Layers on GPUs: first the output, which counts as one, then layers from the last on."""
+    n_cpu_moe: int | None = None
+    """So many first layers have their experts on the host."""
+    tensor_split: Sequence[float] | str | None = None
+    """How layers are shared out among GPUs."""
+    main_gpu: int | None = None
+    """The GPU that has the output: that with the most room, unless it is said."""
+    override_tensor: Sequence[str] | str | None = None
+    """PATTERN=DEVICE: what has a name like this goes there."""
+    kv_offload: bool = True
+    """Whether K and V, and so what reads them, may leave the host."""
+    fit: bool = True
+    """Whether what is left open is changed until it fits the devices."""
+    n_parallel: int = 1
+    """Sequences that there is to be room for at once."""
+    memory_budget: int | str | Mapping[str, int | str] | None = None
+    """Bytes, or a text such as "4GiB", of each device; or by the names of devices."""
     kv_cache_tokens: int | None = None
     kv_cache_demand_paged: bool = True
     page_tokens: int = 16
@@ -45,19 +63,21 @@ class LoadConfig:
     quantize: Literal["q8_0", "q4_0"] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("n_ctx", "threads", "kv_cache_tokens", "moe_n_expert", "n_layer_exit"):
+        for name in ("n_ctx", "threads", "kv_cache_tokens", "moe_n_expert", "n_layer_exit",
+                     "n_parallel"):  # fmt: skip
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise RequestError(f"{name} must be a whole number above 0, not {value!r}")
         for name in ("device", "type_k", "type_v", "activations"):
             if not isinstance(getattr(self, name), str):
                 raise RequestError(f"{name} is a text, not {getattr(self, name)!r:.80}")
-        for name in ("kv_cache_demand_paged", "swa_full"):
+        for name in ("kv_cache_demand_paged", "swa_full", "kv_offload", "fit"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} is True or False, not {getattr(self, name)!r:.80}")
-        for name in ("n_gpu_layers", "swap_space", "quantize", "memory_budget"):
+        for name in ("swap_space", "quantize", "memory_budget"):
             value = getattr(self, name)
-            if value is not None and (type(value) is bool or not isinstance(value, (int, str))):
+            known = (int, str, Mapping) if name == "memory_budget" else (int, str)
+            if value is not None and (type(value) is bool or not isinstance(value, known)):
                 raise RequestError(f"{name} is a number or a text, not {value!r:.80}")
         if self.threads is not None and self.threads > _MOST_THREADS:
             raise RequestError(f"threads must be at most {_MOST_THREADS}, not {self.threads}")
@@ -65,13 +85,14 @@ class LoadConfig:
             value = getattr(self, name)
             if value not in KV_TYPES:
                 raise RequestError(f"{name} must be one of {', '.join(KV_TYPES)}, not {value!r}")
-        if self.device not in ("auto", "cpu", "reference") and self.gpu is None:
-            raise RequestError(
-                f"device {self.device!r:.80} is not known; there are 'cpu' (which 'auto' is), "
-                "'cuda', 'cuda:1' and so on, and 'reference' (NumPy, slow) to check results"
-            )
-        if self.n_gpu_layers not in ("auto", 0):
-            raise RequestError(f"n_gpu_layers is {self.n_gpu_layers!r}, but no GPU is used; pass 0")
+        for name in self.device.split(","):
+            if name != "auto" and not re.fullmatch(r"(cpu|cuda|reference)(:\d{1,3})?", name):
+                raise RequestError(
+                    f"device {name!r:.80} is not known; there are 'auto' (GPUs where there are "
+                    "any), 'cpu', 'cuda', 'cuda:1' and so on, and 'reference' (NumPy, slow) to "
+                    "check results; several are separated by commas"
+                )
+        self._check_places()
         if self.activations not in ("int8", "f32"):
             raise RequestError(f"activations must be 'int8' or 'f32', not {self.activations!r}")
         if self.gpu is not None and self.activations == "f32":
@@ -82,18 +103,69 @@ class LoadConfig:
         if type(size) is not int or size < 16 or size % 16:
             raise RequestError(f"page_tokens must be a multiple of 16, not {size!r}")
 
+    def _check_places(self) -> None:
+        """What says where parts of the model go."""
+        for name in ("n_gpu_layers", "n_cpu_moe", "main_gpu"):
+            value = getattr(self, name)
+            if value is None or (name == "n_gpu_layers" and type(value) is str and value == "auto"):
+                continue
+            if type(value) is not int or value < 0:
+                raise RequestError(f"{name} must be a whole number from 0 on, not {value!r:.80}")
+        if self.n_gpu_layers is None:
+            raise RequestError("n_gpu_layers is a number or 'auto', not None")
+        self.shares()
+        self.overrides()
+
+    def shares(self) -> tuple[float, ...] | None:
+        """`tensor_split` as numbers."""
+        value = self.tensor_split
+        if value is None:
+            return None
+        try:
+            found = tuple(map(float, value.split(",") if isinstance(value, str) else value))
+        except (TypeError, ValueError):
+            found = ()
+        if not found or not min(found) >= 0 or not 0 < sum(found) < float("inf"):
+            raise RequestError(f"tensor_split is numbers such as '3,1', not {value!r:.80}")
+        return found
+
+    def overrides(self) -> tuple[tuple[str, str], ...]:
+        """`override_tensor` as patterns and devices."""
+        value = () if self.override_tensor is None else self.override_tensor
+        if not isinstance(value, (str, list, tuple)):
+            raise RequestError(f"override_tensor is PATTERN=DEVICE, not {value!r:.80}")
+        found = []
+        for text in value.split(",") if isinstance(value, str) else value:
+            pattern, equals, device = str(text).rpartition("=")
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise RequestError(f"override_tensor {text!r:.80}: {error}") from error
+            if not equals or not pattern or not device:
+                raise RequestError(f"override_tensor is PATTERN=DEVICE, not {text!r:.80}")
+            found.append((pattern, device))
+        return tuple(found)
+
     @property
     def gpu(self) -> int | None:
         """The number of the GPU that is asked for, if one is."""
-        found = re.fullmatch(r"cuda(?::(\d{1,3}))?", self.device)
+        found = re.search(r"cuda(?::(\d{1,3}))?", self.device)
         return int(found[1] or 0) if found else None
 
-    def budget_bytes(self) -> int:
-        """The byte budget: what was asked for, or what is free less a margin."""
-        if self.memory_budget is None:
-            free = available_memory()
-            return max(free - _MARGIN, free // 2, 1)
-        return parse_bytes(self.memory_budget)
+    def budget_bytes(self, device: str = "cpu") -> int:
+        """A device's byte budget: what was asked for, or what the host has free less a margin."""
+        asked = self.asked_bytes(device)
+        if asked is not None:
+            return asked
+        free = available_memory()
+        return max(free - _MARGIN, free // 2, 1)
+
+    def asked_bytes(self, device: str) -> int | None:
+        """The budget that was asked for, for this device or for each."""
+        asked = self.memory_budget
+        if isinstance(asked, Mapping):
+            asked = asked.get(device)
+        return None if asked is None else parse_bytes(asked)
 
     def swap_bytes(self) -> int:
         """Bytes of disk that parked sequences may take."""
@@ -102,6 +174,14 @@ class LoadConfig:
     def thread_count(self) -> int:
         """How many threads compute: what was asked for, or one per usable core."""
         return self.threads or usable_cores()
+
+
+def settings_of(settings: Mapping[str, Any]) -> LoadConfig:
+    """Settings by name; a name that there is none of is refused."""
+    known = LoadConfig.__dataclass_fields__
+    if unknown := sorted(set(settings) - set(known)):
+        raise RequestError(f"there is no {', '.join(unknown)}; there are {', '.join(known)}")
+    return LoadConfig(**settings)
 
 
 def parse_bytes(size: int | str) -> int:

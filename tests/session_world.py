@@ -165,8 +165,13 @@ class World:
         return self.rng.choice(found) if found else None
 
     def add(self, session: quire.Session, like: Shadow) -> None:
-        """One more session that must hold the same."""
-        self.shadows.append(Shadow(session, list(like.options), like.salt, like.shared))
+        """One more session that must hold the same, with the same marks."""
+        twin = Shadow(session, list(like.options), like.salt, like.shared, dict(like.marks))
+        self.shadows.append(twin)
+
+    def is_gone(self, kept: Kept) -> bool:
+        """Whether no session has a mark any more."""
+        return all(kept not in shadow.marks.values() for shadow in self.shadows)
 
     # -- the end ----------------------------------------------------------------------------------
 

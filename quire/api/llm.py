@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
 from functools import partial
@@ -14,25 +15,31 @@ from numpy.typing import NDArray
 
 from quire import config
 from quire.api.arguments import check_salt, path_of
-from quire.api.devices import device_of, host_tier
+from quire.api.devices import host_tier
 from quire.api.generating import Generating
+from quire.api.placing import place_model
 from quire.api.report import MemoryReport
 from quire.api.session import Session
 from quire.api.texts import tokenizer_of
 from quire.devices.budget import Budget
+from quire.devices.device import Device
 from quire.engine.constrain import Constrainer
 from quire.engine.engine import Engine
 from quire.engine.loop import Loop
 from quire.engine.prefix_cache import PrefixCache
+from quire.engine.resize import resize
 from quire.engine.runner import Runner
 from quire.engine.session_file import open_session
-from quire.memory.build import build_memory, longest_sequence
+from quire.errors import RequestError
+from quire.memory.build import build_memory, longest_on_each
+from quire.memory.groups.layout import GroupSpec
+from quire.memory.groups.state_layout import RecurrentSpec
 from quire.memory.memory import Memory
 from quire.memory.prefix.index import PrefixIndex
-from quire.memory.tiers.tiers import DiskTier, Tiers
+from quire.memory.tiers.tiers import DiskTier, Tier, Tiers
 from quire.models.loader import ProgressFn
 from quire.models.registry import architecture_of, open_weights
-from quire.placement.blueprint import Blueprint
+from quire.placement.plan import Plan
 from quire.weights.defaults import chat_sampling_of, pooling_of
 
 _WORTH_SHARING = 4
@@ -46,45 +53,82 @@ class LLM(Generating):
     """
 
     def __init__(
-        self, path: Path, settings: config.LoadConfig, budget: Budget,
+        self, path: Path, settings: config.LoadConfig, budget: Budget | None = None,
         progress: ProgressFn | None = None, beside: LLM | None = None,
     ) -> None:  # fmt: skip
         started = time.perf_counter()
         self.settings = settings
-        self.budget = budget
-        self.device = device_of(settings, budget)
-        self.ops = self.device.ops
         with ExitStack() as failed:  # what was taken goes back if the load does not come to its end
             with open_weights(path) as file:
                 self.architecture = architecture_of(file)
                 super().__init__(tokenizer_of(file), path)
                 self.pooling = pooling_of(file) or "last"
                 self.chat_sampling = chat_sampling_of(file)
-                blueprint = Blueprint.read(file, self.ops, settings)
+                like = None if beside is None else beside.devices[0]
+                self._placed = place_model(file, settings, budget, like)
+                blueprint = self._placed.blueprint
                 self.active = blueprint.active
                 blueprint.raise_errors()
-                self.budget.reserve(blueprint.weight_bytes, "weights")  # before any is loaded
-                failed.callback(self.budget.release, blueprint.weight_bytes, "weights")
+                self._weights = self._placed.weight_bytes(blueprint.part_bytes)
+                for device, size in self._weights.items():
+                    device.budget.reserve(size, "weights")  # before any is loaded
+                    failed.callback(device.budget.release, size, "weights")
                 self.model = blueprint.load(progress)
                 self.fingerprint = blueprint.fingerprint()
                 """Which weights these are, as loaded; files of sessions only go with the same."""
-            groups, free = self.model.groups, self.budget.free  # before pages are taken of it
-            room = longest_sequence(groups, free - free % self.device.granularity, settings)
-            self.n_ctx = settings.n_ctx or min(self.model.n_ctx_train, room)
-            memory = build_memory(groups, self.device, settings, self.model.kernels, self.n_ctx)
+            self.device = self._placed.devices[0]
+            """That with the output."""
+            self.budget, self.ops = self.device.budget, self.device.ops
+            away = self._placed.elsewhere(self.model.kernels)
+            room = self._room(away)  # before pages are taken of it
+            self.n_ctx = settings.n_ctx or min(self._placed.n_ctx, room)
+            kernels = self.model.kernels
+            memory = build_memory(
+                self.model.groups, self.device, settings, kernels, self.n_ctx, away
+            )
             failed.callback(memory.close)
-            self.engine = self._engine(memory)
+            self.engine = self._engine(memory, away)
             failed.pop_all()
         self.loop = Loop(self.engine, beside.loop.seat if beside else None)
         self.load_s = time.perf_counter() - started
 
-    def _engine(self, memory: Memory) -> Engine:
+    @property
+    def plan(self) -> Plan:
+        """What is on which device, and what was changed to make it fit."""
+        return self._placed.plan
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was changed to make it fit, and what was asked for and could not be, a line each."""
+        return self._placed.notes
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """Where it is; the first has the output."""
+        return self._placed.devices
+
+    def _room(self, away: Mapping[str, Device]) -> int:
+        """How many tokens one sequence can have in what its devices have free."""
+
+        def free(device: Device) -> int:
+            return device.budget.free - device.budget.free % device.granularity
+
+        by_device: dict[Device, list[GroupSpec | RecurrentSpec]] = {}
+        for group in self.model.groups:
+            by_device.setdefault(away.get(group.name, self.device), []).append(group)
+        return longest_on_each(by_device, free, self.settings)
+
+    def _host_tiers(self, swap: int) -> list[Tier]:
+        """Pages of one GPU can be parked in the host's memory; those of several go to disk."""
+        return host_tier(self.device, swap) if len(self.devices) == 1 else []
+
+    def _engine(self, memory: Memory, away: Mapping[str, Device]) -> Engine:
         size, tokenizer = self.settings.page_tokens, self.tokenizer
         index = PrefixIndex(memory, size, str(self.path), min_tokens=_WORTH_SHARING)
         prefix = PrefixCache(index, self.budget)
-        runner = Runner(self.model, self.device)
+        runner = Runner(self.model, *self._placed.devices, elsewhere=away)
         swap = self.settings.swap_bytes()
-        tiers = Tiers(*host_tier(self.device, swap), DiskTier(config.cache_folder(), swap))
+        tiers = Tiers(*self._host_tiers(swap), DiskTier(config.cache_folder(), swap))
         constrainer = Constrainer(tokenizer)
         return Engine(runner, memory, prefix, tiers, self.n_ctx, constrainer, tokenizer.eog_ids)
 
@@ -120,7 +164,25 @@ class LLM(Generating):
     @property
     def memory(self) -> MemoryReport:
         """What memory holds now; prints as a table."""
-        return MemoryReport(self.loop, self.budget)
+        return MemoryReport(self.loop, self.devices)
+
+    def resize(self, budget: int | str | Mapping[str, int | str]) -> None:
+        """Changes how much memory may be used, while it is used: bytes, or a text like "6GiB".
+
+        A model on several devices takes one size for each, or a mapping of their names. With less,
+        cached prefixes go first, then sequences give way to a tier. BudgetError, and the budget as
+        it was, if what is held cannot be made to fit.
+        """
+        known = {device.name: device.budget for device in self.devices}
+        asked = budget if isinstance(budget, Mapping) else dict.fromkeys(known, budget)
+        if wrong := sorted(set(asked) - set(known)):
+            raise RequestError(f"there is no device {wrong[0]!r}; there are {', '.join(known)}")
+        limits = {known[name]: config.parse_bytes(size) for name, size in asked.items()}
+        self.loop.call(partial(self._resize, limits))
+
+    def _resize(self, limits: Mapping[Budget, int]) -> None:
+        resize(self.engine, limits, self.settings)
+        self.n_ctx = self.engine.n_ctx
 
     def forget(self, salt: str | None = None) -> None:
         """Drops cached prefixes: all of them, or those of one salt."""
@@ -141,8 +203,9 @@ class LLM(Generating):
         if not self.engine.closed:
             self.loop.close()
             self.model.close()
-            self.ops.trim()
-            self.budget.release(self.model.weight_bytes, "weights")
+            for device, size in self._weights.items():
+                device.ops.trim()
+                device.budget.release(size, "weights")
 
     def __repr__(self) -> str:
         state = "closed" if self.engine.closed else f"context {self.n_ctx:,}, {self.ops.name}"

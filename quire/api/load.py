@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Never
 
 from quire import config
-from quire.api.devices import budget_of
 from quire.api.llm import LLM
 from quire.devices.budget import Share
 from quire.errors import RequestError
@@ -21,7 +21,14 @@ def load(
     threads: int | None = None,
     device: str = "auto",
     n_gpu_layers: int | Literal["auto"] = "auto",
-    memory_budget: int | str | None = None,
+    n_cpu_moe: int | None = None,
+    tensor_split: Sequence[float] | str | None = None,
+    main_gpu: int | None = None,
+    override_tensor: Sequence[str] | str | None = None,
+    kv_offload: bool = True,
+    fit: bool = True,
+    n_parallel: int = 1,
+    memory_budget: int | str | Mapping[str, int | str] | None = None,
     kv_cache_tokens: int | None = None,
     kv_cache_demand_paged: bool = True,
     page_tokens: int = 16,
@@ -41,10 +48,20 @@ def load(
 
     n_ctx: tokens of the longest context; by default what the model was trained for, or what fits.
     threads: how many compute; by default one for each core that the process may use.
-    device: "cpu" (which "auto" is), "cuda", "cuda:1" and so on, or "reference" (NumPy, slow).
-    n_gpu_layers: how many layers are on the GPU; "auto" lets Quire decide.
-    memory_budget: the most that weights, pages and arrays may take together: bytes, or a text such
-        as "4GiB". By default what is free, less a margin; a container's limit counts.
+    device: "auto" (GPUs where there are any), "cpu", "cuda", "cuda:1" and so on, or "reference"
+        (NumPy, slow); several separated by commas.
+    n_gpu_layers: how many layers are on GPUs, the output counted as one and first of all; "auto"
+        takes the best plan that fits, see docs/placement.md.
+    n_cpu_moe: so many first layers have their experts on the host.
+    tensor_split: how layers are shared out among GPUs, such as "3,1".
+    main_gpu: the GPU that has the output; by default that with the most room.
+    override_tensor: "PATTERN=DEVICE" puts matrices with such names there.
+    kv_offload: whether K and V, and so the attention that reads them, may leave the host.
+    fit: whether what is left open is changed until it fits; False refuses instead.
+    n_parallel: sequences that there is to be room for at once when places are planned.
+    memory_budget: the most that weights, pages and arrays may take together, on each device: bytes,
+        or a text such as "4GiB", or a mapping of devices' names to these. By default what is free,
+        less a margin; a container's limit counts.
     kv_cache_tokens: tokens that memory holds at most; by default as many as the budget allows.
     kv_cache_demand_paged: take memory when it is needed; False takes all of it at once.
     page_tokens: tokens of a page, a multiple of 16.
@@ -69,11 +86,13 @@ def load(
         raise RequestError("beside takes another model's budget; leave memory_budget out")
     chosen = config.LoadConfig(
         n_ctx=n_ctx, threads=threads, device=device, n_gpu_layers=n_gpu_layers,
+        n_cpu_moe=n_cpu_moe, tensor_split=tensor_split, main_gpu=main_gpu,
+        override_tensor=override_tensor, kv_offload=kv_offload, fit=fit, n_parallel=n_parallel,
         memory_budget=memory_budget, kv_cache_tokens=kv_cache_tokens,
         kv_cache_demand_paged=kv_cache_demand_paged, page_tokens=page_tokens, type_k=type_k,
         type_v=type_v, swa_full=swa_full, swap_space=swap_space, moe_n_expert=moe_n_expert,
         n_layer_exit=n_layer_exit, activations=activations, quantize=quantize,
     )  # fmt: skip
     path = pull.resolve(str(model), config.cache_folder(), progress)
-    budget = Share(beside.budget.whole, path.name) if beside else budget_of(chosen)
+    budget = Share(beside.budget.whole, path.name) if beside else None
     return LLM(path, chosen, budget, progress, beside)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING, Any
 
 from quire.config import process_memory
-from quire.devices.budget import Budget
+from quire.devices.device import Device
 from quire.engine.loop import Loop
 
 if TYPE_CHECKING:
@@ -18,10 +19,10 @@ if TYPE_CHECKING:
 class MemoryReport:
     """A look at memory as it is at that moment; prints as tables."""
 
-    def __init__(self, loop: Loop, budget: Budget) -> None:
+    def __init__(self, loop: Loop, devices: Sequence[Device]) -> None:
         self._loop = loop
         self._engine = loop.engine
-        self._budget = budget
+        self._devices = devices
 
     def as_dict(self) -> dict[str, Any]:
         """Bytes by use, the budget, each group's figures, and what was done to make room."""
@@ -29,12 +30,14 @@ class MemoryReport:
 
     def _as_dict(self) -> dict[str, Any]:
         engine = self._engine
+        budgets = [device.budget for device in self._devices]
         return {
-            "budget_bytes": self._budget.limit,
-            "used_bytes": self._budget.used,
-            "compute_bytes": engine.ops.compute_bytes,
+            "budget_bytes": sum(budget.limit for budget in budgets),
+            "used_bytes": sum(budget.used for budget in budgets),
+            "compute_bytes": self._compute_bytes,
             "process_bytes": process_memory(),
-            "breakdown": self._budget.breakdown,
+            "breakdown": self._breakdown(),
+            "devices": {device.name: _on(device) for device in self._devices},
             "uses": self._uses(),
             "stats": self._groups(),
             "checkpoints": self._checkpoints(),
@@ -42,6 +45,17 @@ class MemoryReport:
             "tiers": engine.tiers.as_dict(),
             "preemption": dict(engine.room.counts),
         }
+
+    @property
+    def _compute_bytes(self) -> int:
+        return sum(device.ops.compute_bytes for device in self._devices)
+
+    def _breakdown(self) -> dict[str, int]:
+        """Bytes by use, of all devices together."""
+        sizes: Counter[str] = Counter()
+        for device in self._devices:
+            sizes.update(device.budget.breakdown)
+        return dict(sizes)
 
     def _groups(self) -> dict[str, dict[str, Any]]:
         """Figures by group, with the pages that cached prefixes hold."""
@@ -56,13 +70,14 @@ class MemoryReport:
         return self._loop.call(self._uses)
 
     def _uses(self) -> dict[str, int]:
-        sizes: Counter[str] = Counter(weights=self._budget.breakdown.get("weights", 0))
+        breakdown = self._breakdown()
+        sizes: Counter[str] = Counter(weights=breakdown.get("weights", 0))
         for parts in self._engine.memory.memory_breakdown().values():
             sizes.update(parts)
-        for use, size in self._budget.breakdown.items():
+        for use, size in breakdown.items():
             if ": " in use:  # of a model beside this one, under its name
                 sizes[use] += size
-        sizes["compute buffers"] = self._engine.ops.compute_bytes
+        sizes["compute buffers"] = self._compute_bytes
         rest = process_memory() - sum(sizes.values())
         sizes["interpreter, libraries, vocabulary"] = rest
         return {use: size for use, size in sizes.items() if size}
@@ -98,7 +113,10 @@ class MemoryReport:
         return capture.get()
 
     def __repr__(self) -> str:
-        used, limit = _size(self._budget.used), _size(self._budget.limit)
+        budgets = [device.budget for device in self._devices]
+        used, limit = (
+            _size(sum(each)) for each in ((b.used for b in budgets), (b.limit for b in budgets))
+        )
         return f"<MemoryReport {used} of a budget of {limit}; print it>"
 
     def _repr_html_(self) -> str:
@@ -192,3 +210,10 @@ def _size(n: int) -> str:
         if abs(n) >= size:
             return f"{n / size:,.1f} {unit}"
     return f"{n} B"
+
+
+def _on(device: Device) -> dict[str, Any]:
+    """What one device holds of its budget."""
+    budget = device.budget
+    held = {"budget_bytes": budget.limit, "used_bytes": budget.used}
+    return {**held, "compute_bytes": device.ops.compute_bytes, "breakdown": budget.breakdown}

@@ -22,6 +22,7 @@ from quire.speculate import NAMES, EarlyExit, FirstOf, Ngram, NgramCache
 from quire.types import Sampling, SamplingFields
 from quire.weights import pull
 
+_ALL_LAYERS = 1 << 20
 ENDLESS = 2**31 - 1
 """Tokens to generate when there is no limit; the context is one."""
 _BAR_FROM = 256 * 1024**2  # a smaller file is loaded before a bar could be read
@@ -52,6 +53,21 @@ _LESS = [
     click.option("--n-layer-exit", type=int, help="Stop after this many layers."),
 ]  # fmt: skip
 
+_PLACES = [
+    click.option("-ngl", "--n-gpu-layers", default="auto", show_default=True, metavar="N|auto|all",
+                 help="Layers on GPUs: first the output, then layers from the last on."),
+    click.option("--n-cpu-moe", type=int, metavar="N",
+                 help="Keep the experts of the first N layers on the host."),
+    click.option("--cpu-moe", is_flag=True, help="Keep all experts on the host."),
+    click.option("--tensor-split", metavar="N,N,…", help="Shares of several GPUs."),
+    click.option("--main-gpu", type=int, help="The GPU that has the output (that with most room)."),
+    click.option("--override-tensor", multiple=True, metavar="PATTERN=DEVICE",
+                 help="Put matrices with such names on a device."),
+    click.option("--no-kv-offload", is_flag=True, help="Keep K and V on the host."),
+    click.option("--fit/--no-fit", default=True,
+                 help="Change what is left open until it fits, or refuse."),
+]  # fmt: skip
+
 _MODEL = [
     click.option("-m", "--model", default="smollm2", show_default=True,
                  help="Alias, .gguf file, folder of safetensors, or a model of the Hugging Face "
@@ -59,7 +75,9 @@ _MODEL = [
     click.option("-c", "--ctx-size", type=int, help="Tokens of context (the model's own)."),
     click.option("-t", "--threads", type=int, help="Threads that compute (one per core)."),
     click.option("--device", default="auto", show_default=True,
-                 help="cpu (which auto is), cuda, cuda:1 …, or reference (NumPy, slow)."),
+                 help="auto (GPUs where there are any), cpu, cuda, cuda:1 …, or reference (NumPy, "
+                 "slow); several separated by commas."),
+    *_PLACES,
     click.option("--memory-budget", callback=_size,
                  help="Most memory to use, such as 4GiB (what is free)."),
     click.option("--kv-cache-tokens", type=int, help="Most tokens that K and V are kept for."),
@@ -141,9 +159,25 @@ def _apply(options: list[Any]) -> Callable[[Any], Any]:
 
 
 model_options = _apply(_MODEL)
+place_options = _apply(_PLACES)
 size_options = _apply([*_PAGES, *_LESS])
 """Those that what a model takes depends on."""
 sampling_options = _apply(_SAMPLING)
+
+
+def places_from(options: dict[str, Any]) -> dict[str, Any]:
+    """The settings that say what goes where; takes their options out."""
+    layers = {"all": str(_ALL_LAYERS), "-1": "auto"}.get(n := options.pop("n_gpu_layers"), n)
+    moe = options.pop("n_cpu_moe")
+    return {
+        "n_gpu_layers": int(layers) if layers.isdecimal() else layers,
+        "n_cpu_moe": _ALL_LAYERS if options.pop("cpu_moe") else moe,
+        "tensor_split": options.pop("tensor_split"),
+        "main_gpu": options.pop("main_gpu"),
+        "override_tensor": list(options.pop("override_tensor")) or None,
+        "kv_offload": not options.pop("no_kv_offload"),
+        "fit": options.pop("fit"),
+    }
 
 
 def load_from(options: dict[str, Any]) -> quire.LLM:
@@ -153,6 +187,7 @@ def load_from(options: dict[str, Any]) -> quire.LLM:
     try:
         llm = quire.load(
             model,
+            **places_from(options),
             n_ctx=options.pop("ctx_size") or None,  # 0 is the model's own, as in llama.cpp
             threads=None if (threads := options.pop("threads")) == -1 else threads,
             device=options.pop("device"),
@@ -172,6 +207,8 @@ def load_from(options: dict[str, Any]) -> quire.LLM:
         )
     finally:
         bar.close()
+    for line in llm.notes:
+        note(f"quire: {line}")
     if llm.n_ctx > llm.model.n_ctx_train:
         note(
             f"quire: the model was made for {llm.model.n_ctx_train:,} tokens of context; with -c "

@@ -24,6 +24,7 @@ from quire.models.active import ActiveSize, truncated
 from quire.models.registry import architectures, open_weights
 from quire.ops import Ops
 from quire.placement.blueprint import Blueprint, GroupBytes
+from quire.placement.described import Described
 from quire.text.hf import chat_template
 from quire.weights import pull
 from quire.weights.file import WeightFile
@@ -123,7 +124,8 @@ def _scalar(value: Any) -> Any:
 
 def _facts(file: WeightFile, settings: config.LoadConfig) -> dict[str, Any]:
     arch = file.get_str("general.architecture")
-    ops = device_of(settings, Budget(1)).ops  # nothing is taken of it
+    host = Described("cpu", "cpu", 1)
+    ops = device_of(host, settings, Budget(1)).ops  # nothing is taken of it
     formats: Counter[str] = Counter()
     parameters = 0
     for info in file.tensors.values():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from threading import Lock
+from weakref import WeakSet
 
 from quire.errors import BudgetError, RequestError
 
@@ -15,10 +16,12 @@ class Budget:
         if limit_bytes < 1:
             raise RequestError(f"a memory budget must be at least 1 byte, not {limit_bytes}")
         self.limit = limit_bytes
+        """Bytes that all uses together may hold; `resize` changes it."""
         self.whole: Budget = self
         self.used = 0
         """Bytes held by all uses together; to read."""
         self._by_use: dict[str, int] = {}
+        self._shares: WeakSet[Share] = WeakSet()
         self._savers: list[Callable[[], None]] = []
         self._lock = Lock()
 
@@ -54,6 +57,20 @@ class Budget:
             else:
                 self._by_use.pop(what, None)
 
+    def resize(self, limit_bytes: int) -> None:
+        """Changes the limit, or raises BudgetError where more than that is held."""
+        with self._lock:
+            if limit_bytes < self.used:
+                held = ", ".join(f"{use} {size:,}" for use, size in sorted(self._by_use.items()))
+                raise BudgetError(
+                    f"the budget cannot become {limit_bytes:,} bytes, because {self.used:,} are "
+                    f"held and cannot be moved (held: {held}); close sessions or drop marks, or "
+                    f"pass at least {self.used:,}"
+                )
+            self.limit = limit_bytes
+            for share in self._shares:
+                share.limit = limit_bytes
+
     def on_shortage(self, give_back: Callable[[], None]) -> None:
         """Somebody who keeps bytes for later, and gives them back when others need them."""
         self._savers.append(give_back)
@@ -83,6 +100,11 @@ class Share(Budget):
         super().__init__(whole.limit)
         self.whole = whole
         self._name = name
+        whole._shares.add(self)
+
+    def resize(self, limit_bytes: int) -> None:
+        """Changes the limit of all who share the budget."""
+        self.whole.resize(limit_bytes)
 
     @property
     def free(self) -> int:

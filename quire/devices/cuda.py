@@ -8,8 +8,10 @@ Addresses stay, so kernels and captured graphs keep them whatever is mapped behi
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any, cast
 
 import numpy as np
@@ -166,6 +168,7 @@ class CudaDevice(Device):
     ) -> None:
         self.machine = CudaMachine(index, granule)
         self.granularity = self.machine.granule
+        self.capacity = self.machine.driver.free_bytes()[1]
         self.copier = self.machine.copier
         super().__init__(f"cuda:{index}", budget, ops or _ops(index))
 
@@ -200,15 +203,34 @@ class CudaSteps:
         return self._steps.run(tokens, positions, seq_rows, groups, rows, draws, sources)
 
 
-def default_budget(index: int = 0, share: float = 0.9) -> int:
-    """A part of what a GPU has free now; BudgetError if that is not even one slab."""
-    free, total = _open(index)[0].free_bytes()
-    if free * share < GRANULE:
+def free_bytes(index: int = 0) -> tuple[int, int, bool]:
+    """What a GPU has free now and in all, and whether that is the host's memory.
+
+    BudgetError if it is not even one slab.
+    """
+    driver, machine = _open(index)
+    free, total = driver.free_bytes()
+    if free < GRANULE:
         raise BudgetError(
             f"cuda:{index} has {free:,} of {total:,} bytes free, and pages are taken in slabs of "
             f"{GRANULE:,}; end what else runs on this GPU, or use device='cpu'"
         )
-    return int(free * share)
+    facts = machine.torch.cuda.get_device_properties(index)
+    return free, total, bool(getattr(facts, "is_integrated", False))
+
+
+def gpu_count() -> int:
+    """GPUs that can be used: 0 without a driver, or without what computes on them."""
+    if not all(find_spec(name) for name in ("torch", "triton")):
+        return 0
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return 0
+    return count.value
 
 
 def _copier(driver: Any, index: int) -> Copier:

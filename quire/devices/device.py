@@ -178,6 +178,8 @@ class Device(ABC):
 
     granularity: int
     """Bytes of a granule: what is handed out and taken back."""
+    capacity: int
+    """Bytes it has in all, whoever holds them."""
     copier: Copier | None = None
     """What copies its pages by itself, if it has memory of its own."""
 

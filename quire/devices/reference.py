@@ -14,8 +14,8 @@ from quire.weights.quant import GGMLType, dequantize
 class ReferenceDevice(HostDevice):
     """Runs whole models in plain NumPy, to hold other devices against."""
 
-    def __init__(self, budget: Budget) -> None:
-        super().__init__(budget, ReferenceOps(_values), name="reference")
+    def __init__(self, budget: Budget, name: str = "reference") -> None:
+        super().__init__(budget, ReferenceOps(_values), name)
 
 
 def _values(data: NDArray[np.uint8], kind: int, shape: tuple[int, int]) -> NDArray[np.float32]:

@@ -1,45 +1,63 @@
-"""What arrays take of the budget that weights and pages are taken from too."""
+"""What arrays take of the budgets that weights and pages are taken from too."""
 
 from __future__ import annotations
 
-from quire.devices.budget import Budget
+from collections.abc import Sequence
+
+from quire.devices.device import Device
 from quire.engine.room import Rank, Room
 from quire.errors import BudgetError
-from quire.ops import Ops
 
 
 class ComputeBudget:
-    """Follows what a device holds for arrays, and tells the budget."""
+    """Follows what devices hold for arrays, and tells their budgets."""
 
-    def __init__(self, ops: Ops, budget: Budget) -> None:
-        self._ops = ops
-        self._budget = budget
-        self.paid = 0
+    def __init__(self, devices: Sequence[Device]) -> None:
+        self.each = [OnDevice(device) for device in devices]
+
+    @property
+    def paid(self) -> int:
+        """Bytes that budgets were told of."""
+        return sum(one.paid for one in self.each)
 
     def pay(self, room: Room) -> None:
-        """Pays for what arrays take now; where the budget has no room, some is made if possible."""
-        room.make(self._paid_up, None, Rank.ARRAYS)
+        """Pays for what arrays take now; where a budget has no room, some is made if possible."""
+        for one in self.each:
+            room.make(one.pay, None, Rank.ARRAYS)
 
-    def _paid_up(self) -> bool:
-        more = self._ops.compute_bytes - self.paid
+    def trim(self) -> bool:
+        """Gives back what no array uses; whether that made any room."""
+        return any([one.trim() for one in self.each])
+
+    def close(self) -> None:
+        """Pays for nothing any more."""
+        for one in self.each:
+            one.refund(one.paid)
+
+
+class OnDevice:
+    """What one device holds for arrays, and what its budget was told of."""
+
+    def __init__(self, device: Device) -> None:
+        self.ops = device.ops
+        self.paid = 0
+        self._budget = device.budget
+
+    def pay(self) -> bool:
+        more = self.ops.compute_bytes - self.paid
         try:
             self._budget.reserve(max(more, 0), "compute")
         except BudgetError:
             return False
         self.paid += max(more, 0)
-        self._refund(max(-more, 0))
+        self.refund(max(-more, 0))
         return True
 
     def trim(self) -> bool:
-        """Gives back what no array uses; whether that made any room."""
-        self._ops.trim()
-        return self._refund(max(self.paid - self._ops.compute_bytes, 0))
+        self.ops.trim()
+        return self.refund(max(self.paid - self.ops.compute_bytes, 0))
 
-    def close(self) -> None:
-        """Pays for nothing any more."""
-        self._refund(self.paid)
-
-    def _refund(self, n_bytes: int) -> bool:
+    def refund(self, n_bytes: int) -> bool:
         self._budget.release(n_bytes, "compute")
         self.paid -= n_bytes
         return n_bytes > 0

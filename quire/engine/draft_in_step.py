@@ -29,6 +29,9 @@ class Runs(Protocol):
     def run(self, ubatch: MicroBatch, stop: int | None = None) -> Array:
         """Tokens through the first `stop` layers, or all."""
 
+    def logits(self, x: Array, rows: Int32, after: int) -> Array:
+        """The output of some rows after so many layers."""
+
 
 @dataclass(frozen=True)
 class Line:
@@ -69,7 +72,8 @@ def draft_in_step(
     x = runner.run(ubatch.part(everybody, np.zeros_like(counts), there), stop)
     start = perf_counter()
     firsts: Int32 = (np.cumsum(counts) - counts).astype(np.int32)
-    first = runner.ops.numpy(x)
+    here = runner.model.ops_after[stop]
+    first = here.numpy(x)
     hidden = np.empty((len(ubatch.tokens), first.shape[1]), np.float32)
     hidden[_rows(firsts, there)] = first
     drafts: list[list[int]] = [[] for _ in lines]
@@ -79,7 +83,7 @@ def draft_in_step(
     try:
         while latest:
             steps += 1
-            _draw(runner, x, lines, latest, drafts, matchers)
+            _draw(runner, x, stop, lines, latest, drafts, matchers)
             going = [i for i in latest if len(drafts[i]) <= lines[i].n]
             if not going:
                 break
@@ -88,7 +92,7 @@ def draft_in_step(
             at = firsts[seqs] + there[seqs] + done
             ubatch.tokens[at] = [drafts[i][-1] for i in going]
             x = runner.run(ubatch.part(seqs, there[seqs] + done, np.ones_like(seqs)), stop)
-            hidden[at] = runner.ops.numpy(x)
+            hidden[at] = here.numpy(x)
             latest = {
                 i: row for row, i in enumerate(going) if len(drafts[i]) < lines[i].n + one_more
             }
@@ -100,12 +104,12 @@ def draft_in_step(
 
 
 def _draw(
-    runner: Runs, x: Array, lines: Seq[Line], latest: dict[int, int], drafts: list[list[int]],
-    matchers: list[Matcher | None],
+    runner: Runs, x: Array, after: int, lines: Seq[Line], latest: dict[int, int],
+    drafts: list[list[int]], matchers: list[Matcher | None],
 ) -> None:  # fmt: skip
     """The next token of each line, from its latest row."""
     rows = np.array(list(latest.values()), np.int32)
-    logits = runner.model.logits(runner.ops.take_rows(x, rows))
+    logits = runner.logits(x, rows, after)
     wanted = [(row, lines[i].generation, len(drafts[i])) for row, i in enumerate(latest)]
     masks = _masks(matchers, list(latest), runner.model.n_vocab)
     for i, drawn in zip(latest, sample(runner.ops, logits, wanted, masks), strict=True):

@@ -53,7 +53,7 @@ class Embedding:
         with for_callers(), engine.memory.reserve(tokens) as lease:
             x = engine.runner.run(lease.ubatch)
             rows, counts = self._rows(part)
-            hidden = engine.runner.model.hidden(engine.ops.take_rows(x, rows))
+            hidden = engine.runner.model.hidden(engine.runner.rows(x, rows))
             self._pool(part, engine.ops.numpy(hidden), counts)
             lease.commit({one.seq: n for one, n in part})
         for one, n in part:

@@ -166,8 +166,10 @@ class Engine(Sequences):
                 drafts.settle(accepted)
             finally:
                 self._gain(accepted)
-        if self.ops.compute_bytes != self.compute.paid:
-            self.compute.pay(self.room)
+        for held in self.compute.each:
+            if held.ops.compute_bytes != held.paid:
+                self.compute.pay(self.room)
+                break
 
     def _gain(self, accepted: list[Accepted]) -> None:
         """Takes what was chosen into the sequences; those that end leave."""

@@ -105,14 +105,19 @@ class PrefixCache:
     def _insert(self, sequence: Sequence, pin: bool = False, ttl_s: float | None = None) -> None:
         computed = sequence.tokens.array(0, sequence.computed)
         self.index.insert(sequence.id, computed, sequence.salt, pin, ttl_s)
-        while self.index.held_bytes > self._most_bytes and self.index.evict_one():
+        while self._too_much and self.index.evict_one():
             pass
 
     @property
-    def _most_bytes(self) -> int:
-        """Half of what weights and arrays leave of the budget."""
-        fixed = sum(self.budget.breakdown.get(use, 0) for use in ("weights", "compute"))
-        return (self.budget.limit - fixed) // 2
+    def _too_much(self) -> bool:
+        """Whether it is more than half of what weights and arrays leave of a device's budget."""
+        memory = self.index.memory
+        for device in memory.devices:
+            held = device.budget.breakdown
+            room = device.budget.limit - held.get("weights", 0) - held.get("compute", 0)
+            if memory.cached_bytes_on(device) > room // 2:
+                return True
+        return False
 
 
 def _can_share(sequence: Sequence) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from quire.memory.batch import MicroBatch
 from quire.memory.lease import Lease
 from quire.models.registry import Model
 from quire.ops import Array, Drawn, Int32, Ops, Refused, Sampler
-from quire.ops.batch import Batch
+from quire.ops.batch import Batch, cross
 
 _PROMPT = 32  # tokens of a step that tell how fast prompts are
 
@@ -39,16 +39,21 @@ class Forward(NamedTuple):
 
 
 class Runner:
-    """A model on one device."""
+    """A model on its devices; `elsewhere` says which groups are not on the first of them."""
 
-    def __init__(self, model: Model, device: Device) -> None:
+    def __init__(
+        self, model: Model, *devices: Device, elsewhere: Mapping[str, Device] | None = None
+    ) -> None:
         self.model = model
-        self.device = device
-        self.ops: Ops = device.ops
+        self.devices = devices
+        self.device = devices[0]
+        self.ops: Ops = model.ops
+        self._elsewhere = dict(elsewhere or {})
         self._seconds_per_token = 0.0
         self.tokens_run = 0  # through the layers, so far
         self.drafted: DraftedInStep | None = None  # how drafts within the last such step went
-        self.steps = device.steps(model)  # where the device runs whole steps by itself
+        # Where a device that has all of the model runs whole steps by itself.
+        self.steps = None if len(devices) > 1 else self.device.steps(model)
 
     @property
     def seconds_per_token(self) -> float:
@@ -85,7 +90,7 @@ class Runner:
         """Logits of the rows that the plan wants."""
         start = perf_counter()
         x = self._with_exit(plan, lease) if plan.exit_after else self.run(lease.ubatch)
-        logits = self.model.logits(self.ops.take_rows(x, plan.wanted_rows()))
+        logits = self.logits(x, plan.wanted_rows(), self.model.n_layers)
         n_tokens = len(lease.ubatch.tokens)
         if n_tokens >= _PROMPT:
             now = (perf_counter() - start) / n_tokens
@@ -94,15 +99,25 @@ class Runner:
 
     def forward_rows(self, lease: Lease, rows: Any) -> Array:
         """Logits of these rows of the step."""
-        return self.model.logits(self.ops.take_rows(self.run(lease.ubatch), rows))
+        return self.logits(self.run(lease.ubatch), rows, self.model.n_layers)
+
+    def logits(self, x: Array, rows: Any, after: int) -> Array:
+        """The output of some rows after so many layers."""
+        ops = self.model.ops_after[after]
+        x = ops.take_rows(x, rows)
+        return self.model.logits(x if ops is self.ops else cross(x, ops, self.ops))
+
+    def rows(self, x: Array, rows: Any) -> Array:
+        """Some rows after all layers, on the output's device."""
+        ops = self.model.ops_after[-1]
+        return cross(ops.take_rows(x, rows), ops, self.ops)
 
     def run(self, ubatch: MicroBatch, stop: int | None = None) -> Array:
         """Tokens through the first `stop` layers, or all."""
         self.tokens_run += len(ubatch.tokens)
         batch = self._batch(ubatch)
         x = self.model.embed(batch)
-        self.model.run(x, batch, 0, self.model.n_layers if stop is None else stop)
-        return x
+        return self.model.run(x, batch, 0, self.model.n_layers if stop is None else stop)
 
     def _with_exit(self, plan: Plan, lease: Lease) -> Array:
         """The first layers one draft token after the other, then the others over all of them."""
@@ -112,22 +127,24 @@ class Runner:
             if entry.exits and entry.sequence.generation
         ]
         self.drafted = draft_in_step(self, lease.ubatch, lines, plan.exit_after)
-        x = self.ops.array(self.drafted.hidden)
-        self.model.run(x, self._batch(lease.ubatch), plan.exit_after, self.model.n_layers)
-        return x
+        x = self.model.ops_after[plan.exit_after].array(self.drafted.hidden)
+        batch = self._batch(lease.ubatch)
+        return self.model.run(x, batch, plan.exit_after, self.model.n_layers)
 
     def _batch(self, ubatch: MicroBatch) -> Batch:
         """What a model sees, once what its pages need is done."""
         self._work(ubatch)
         groups = {}
         for name, view in ubatch.views.items():
-            groups[name] = self.device.group(name, view, ubatch.positions, ubatch.seq_rows)
+            device = self._elsewhere.get(name, self.device)
+            groups[name] = device.group(name, view, ubatch.positions, ubatch.seq_rows)
         return Batch(ubatch.tokens, ubatch.positions, groups)
 
     def _work(self, ubatch: MicroBatch) -> None:
         """Does what pages need before the layers run."""
         if ubatch.work:
-            self.device.run(ubatch.work)
+            for device in self.devices:
+                device.run(ubatch.work)
             ubatch.work.clear()
 
 

@@ -38,7 +38,7 @@ class Sequences:
         self.tiers = tiers
         self.scheduler = Scheduler(max_tokens)
         self.drafting = Drafting(memory, prefix.budget)
-        self.compute = ComputeBudget(self.ops, prefix.budget)
+        self.compute = ComputeBudget(runner.devices)
         self._sequences: dict[int, Sequence] = {}
         self.room = Room(
             memory, tiers, prefix, self.drafting.give_way, self.compute.trim, self._sequences,

@@ -40,7 +40,7 @@ def save_session(
         place = _told(mark.record, arrays, f"mark {i} ")
         del place["salt"]  # a session's marks are of its salt
         told.append({"name": mark.name, "checkpoint": mark.checkpoint, **place})
-    facts["arithmetic"] = engine.ops.arithmetic if sequence.exact else "several"
+    facts["arithmetic"] = engine.runner.model.arithmetic if sequence.exact else "several"
     extra = Extra({**facts, "marks": told, "notes": _written(notes)}, arrays)
     names = [mark.checkpoint for mark in marks.values()]
 
@@ -95,7 +95,7 @@ def _read(
         engine.end(sequence)
         raise
     facts, arrays = read.extra.facts, read.extra.arrays
-    exact = facts["arithmetic"] == engine.ops.arithmetic
+    exact = facts["arithmetic"] == engine.runner.model.arithmetic
     origin = facts["salt"], share and exact, exact
     sequence.become(_record(facts, arrays, "", *origin))
     engine.prefix.track(sequence)
@@ -170,7 +170,7 @@ class Contents:
         known = facts.keys() == _FIELDS and isinstance(facts["salt"], str)
         if not known or not _are_notes(facts["notes"]):
             self._refuse("it is no session: it does not have the fields of one")
-        ours, theirs = self.engine.ops.arithmetic, facts["arithmetic"]
+        ours, theirs = self.engine.runner.model.arithmetic, facts["arithmetic"]
         if not isinstance(theirs, str) or (self.strict and theirs != ours):
             self._refuse(
                 f"it was computed with other arithmetic: {str(theirs)[:80]!r} there, {ours!r} "

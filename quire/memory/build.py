@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from quire.devices.device import Device, GroupKernels
@@ -38,20 +38,25 @@ class MemorySettings(Protocol):
 def build_memory(
     groups: Sequence[GroupSpec | RecurrentSpec], device: Device, settings: MemorySettings,
     kernels: Mapping[str, GroupKernels], n_ctx: int | None = None,
+    elsewhere: Mapping[str, Device] | None = None,
 ) -> Memory:  # fmt: skip
     """The memory of a model with these groups, and kernels by the names of groups.
 
     What is taken all at once is for kv_cache_tokens, or else for one context of n_ctx tokens.
+    `elsewhere` says which groups are on other devices.
     """
     if not groups:
         raise ModelError("the model declares no groups, so there is nothing to remember with")
     if not settings.kv_cache_demand_paged:
         _check_up_front(groups, settings)
-    none = GroupKernels()
+    none, away = GroupKernels(), elsewhere or {}
     tokens = settings.kv_cache_tokens
     if tokens is None and not settings.kv_cache_demand_paged:
         tokens = n_ctx
-    return Memory([_group(g, device, settings, kernels.get(g.name, none), tokens) for g in groups])
+    return Memory([
+        _group(g, away.get(g.name, device), settings, kernels.get(g.name, none), tokens)
+        for g in groups
+    ])  # fmt: skip
 
 
 def attention_layout(group: GroupSpec, settings: MemorySettings) -> AttentionLayout:
@@ -89,6 +94,14 @@ def _check_up_front(groups: Sequence[GroupSpec | RecurrentSpec], settings: Memor
             f"kv_cache_demand_paged=False takes all pages at once, and the groups {names} share "
             "one budget; set kv_cache_tokens, so that each takes pages for as many tokens"
         )
+
+
+def longest_on_each(
+    groups: Mapping[Device, Sequence[GroupSpec | RecurrentSpec]], free: Callable[[Device], int],
+    settings: MemorySettings,
+) -> int:  # fmt: skip
+    """How many tokens one sequence can have in what each device has free."""
+    return min(longest_sequence(some, free(device), settings) for device, some in groups.items())
 
 
 def longest_sequence(

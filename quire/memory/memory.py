@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from quire.devices.device import PageWork
+from quire.devices.device import Device, PageWork
 from quire.errors import RequestError
 from quire.memory import audit, stats
 from quire.memory.batch import MicroBatch, SeqTokens
@@ -249,6 +249,10 @@ class Memory(Keeping):
         """Bytes that nobody but the prefix index keeps alive."""
         return sum(pool.cached_only * pool.page_bytes for pool in self.pools)
 
+    def cached_bytes_on(self, device: Device) -> int:
+        """Those of them that are on one device."""
+        return sum(p.cached_only * p.page_bytes for p in self.pools if p.device is device)
+
     def memory_breakdown(self) -> dict[str, dict[str, int]]:
         """Committed bytes by device and use; they add up to what is really held."""
         return stats.breakdown(self)
@@ -268,6 +272,19 @@ class Memory(Keeping):
     def audit(self) -> None:
         """Raises AuditError with every conservation law that does not hold."""
         audit.audit(self)
+
+    @property
+    def specs_by_device(self) -> dict[Device, list[Any]]:
+        """What the model declared of the groups on each device."""
+        found: dict[Device, list[Any]] = {device: [] for device in self.devices}
+        for group in self.groups:
+            found[group.device].append(group.layout.spec)
+        return found
+
+    def grow(self) -> None:
+        """Has as many pages as the budgets can pay for now."""
+        for group in self.groups:
+            group.grow()
 
     def close(self) -> None:
         """Gives everything back; the memory is of no use afterwards."""

@@ -2,7 +2,8 @@
 
     embed ──▶ run: for each layer   x += mixer(x)   x += network(x) ──▶ logits
 
-An architecture's own file says which mixers and networks its layers have.
+An architecture's own file says which mixers and networks its layers have. Parts of a model may be
+on several devices; `run` is where activations change from one to another.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from typing import Any
 import numpy as np
 
 from quire.models.layers import Mixer, Network, total_bytes
-from quire.models.loader import Kit
+from quire.models.loader import EMBEDDING, EXPERTS, MIXER, NETWORK, OUTPUT, Kit, Part
 from quire.models.sizes import Sizes
-from quire.ops import Array
-from quire.ops.batch import Batch
+from quire.ops import Array, Ops
+from quire.ops.batch import Batch, cross
 
 _KINDS = ("attention", "window", "recurrent")
 
 
 class Decoder:
-    """A model on one device; `layers` are its mixers, each with the network behind it if any.
+    """A model; `layers` are its mixers, each with the network behind it if any.
 
     The output is the embedding again where a file has no other. `softcap` bounds logits.
     """
@@ -36,20 +37,38 @@ class Decoder:
         self.width = sizes.width
         self.n_ctx_train = sizes.n_ctx_train
         self.layers = list(layers)
-        self._ops, self._eps = kit.ops, sizes.eps
+        start, end = kit.at(EMBEDDING), kit.at(OUTPUT)
+        self.ops, self._enter, self._eps = end.ops, start.ops, sizes.eps
         self._scale, self._softcap = embedding_scale, softcap
-        self._embedding = kit.load.matrix(sizes.width, ("token_embd.weight", sizes.n_vocab))
-        self._final_norm = kit.load.vector((final_norm, sizes.width))
-        self._output, ends = self._embedding, [self._embedding]
-        if kit.load.has("output.weight"):
-            self._output = kit.load.matrix(sizes.width, ("output.weight", sizes.n_vocab))
-            ends.append(self._output)
+        embedding = ("token_embd.weight", sizes.n_vocab)
+        self._embedding = start.load.matrix(sizes.width, embedding)
+        self._final_norm = end.load.vector((final_norm, sizes.width))
+        self.tied = not kit.load.has("output.weight")
+        if not self.tied:
+            self._output = end.load.matrix(sizes.width, ("output.weight", sizes.n_vocab))
+        elif start.ops is end.ops:
+            self._output = self._embedding
+        else:
+            self._output = end.load.matrix(sizes.width, embedding)
+        self._count_bytes()
+        self._declare()
+        self._list_calls()
+
+    def _count_bytes(self) -> None:
+        ends = {Part(EMBEDDING): [self._embedding]}
+        if self._output is not self._embedding:
+            ends[Part(OUTPUT)] = [self._output]
+        self.part_bytes = {part: total_bytes(matrices) for part, matrices in ends.items()}
+        for i, (mixer, network) in enumerate(self.layers):
+            self.part_bytes[Part(MIXER, i)] = mixer.nbytes
+            if network and (own := network.nbytes - network.expert_bytes):
+                self.part_bytes[Part(NETWORK, i)] = own
+            if network and network.expert_bytes:
+                self.part_bytes[Part(EXPERTS, i)] = network.expert_bytes
+        self.weight_bytes = sum(self.part_bytes.values())
         self.layer_bytes = tuple(
             mixer.nbytes + (network.nbytes if network else 0) for mixer, network in self.layers
         )
-        self.weight_bytes = total_bytes(ends) + sum(self.layer_bytes)
-        self._declare()
-        self._list_calls()
 
     def _declare(self) -> None:
         """The groups of memory that the mixers make up, and what can be done to their pages."""
@@ -63,15 +82,21 @@ class Decoder:
 
     def _list_calls(self) -> None:
         """What `run` calls for each layer, found once; ropes are shared by many layers."""
-        self._ropes: list[Any] = []
+        self._ropes: list[tuple[Any, Ops]] = []
         self._calls = []
+        self.ops_after = [self._enter]
+        used = [self._enter]
         for mixer, network in self.layers:
-            at = next((i for i, rope in enumerate(self._ropes) if rope is mixer.rope), -1)
+            at = next((i for i, (rope, _) in enumerate(self._ropes) if rope is mixer.rope), -1)
             if at < 0:
                 at = len(self._ropes)
-                self._ropes.append(mixer.rope)
-            add = network.add_to if network else None
-            self._calls.append((mixer.add_to, mixer.group, at, add))
+                self._ropes.append((mixer.rope, mixer.ops))
+            add, there = (network.add_to, network.ops) if network else (None, mixer.ops)
+            used += [mixer.ops, network.expert_ops if network else there, there]
+            self._calls.append((mixer.ops, mixer.add_to, mixer.group, at, there, add))
+            self.ops_after.append(there)
+        every = [ops.arithmetic for ops in [*used, self.ops]]
+        self.arithmetic = every[0] if len(set(every)) == 1 else "; ".join(every)
 
     def close(self) -> None:
         """Lets go of the weights now, whoever still holds the model; it computes nothing more."""
@@ -80,29 +105,35 @@ class Decoder:
 
     def embed(self, batch: Batch) -> Array:
         """The batch's tokens as rows of the model's width."""
-        return self._ops.embed(self._embedding, batch.tokens, self._scale)
+        return self._enter.embed(self._embedding, batch.tokens, self._scale)
 
-    def run(self, x: Array, batch: Batch, start: int, stop: int) -> None:
-        """Layers start … stop-1, in place on x; each rope's table is made once."""
+    def run(self, x: Array, batch: Batch, start: int, stop: int) -> Array:
+        """x after layers start … stop-1, in place on one device; each rope's table is made once."""
         tables: list[Array | None] = []
-        for rope in self._ropes:
-            table = None if rope is None else self._ops.rope_table(rope, batch.positions)
+        for rope, ops in self._ropes:
+            table = None if rope is None else ops.rope_table(rope, batch.positions)
             tables.append(table)
-        groups = batch.groups
-        for mix, group, at, add in self._calls[start:stop]:
+        groups, here = batch.groups, self.ops_after[start]
+        for ops, mix, group, at, there, add in self._calls[start:stop]:
+            if ops is not here:
+                x = cross(x, here, ops)
             mix(x, groups[group], tables[at])
+            if there is not ops:
+                x = cross(x, ops, there)
+            here = there
             if add is not None:
-                add(x)
+                x = add(x)
+        return x
 
     def hidden(self, x: Array) -> Array:
-        """Rows that went through the layers, normed: what the output is made from."""
-        normed = self._ops.array(np.zeros(x.shape, np.float32))
-        self._ops.add_norm(normed, x, self._final_norm, self._eps)
+        """Rows on the output's device, normed: what the output is made from."""
+        normed = self.ops.array(np.zeros(x.shape, np.float32))
+        self.ops.add_norm(normed, x, self._final_norm, self._eps)
         return normed
 
     def logits(self, x: Array) -> Array:
-        """The output of rows that went through the layers."""
-        logits = self._ops.linear_int16(x, self._output, self._final_norm, self._eps)
+        """The output of rows that went through the layers and are on its device."""
+        logits = self.ops.linear_int16(x, self._output, self._final_norm, self._eps)
         if self._softcap:
-            self._ops.softcap(logits, self._softcap)
+            self.ops.softcap(logits, self._softcap)
         return logits

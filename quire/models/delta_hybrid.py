@@ -36,13 +36,12 @@ def build_hybrid(
 ) -> Decoder:
     """The model; `inputs` says which tensors make the inputs of a delta net."""
     c = _sizes(file, arch)
-    rope = kit.ops.rope(c.rope)
     kind = DeltaKind(file.path, _delta_shape(file, arch), inputs, tiled)
     recurrent = recurrent_layers(file, arch, c.n_layers)
     network = _networks(file, arch, kit, c)
 
     def mixer(i: int) -> Mixer:
-        return DeltaNet(kit, c, i, kind) if recurrent[i] else GatedAttention(kit, c, i, rope)
+        return DeltaNet(kit, c, i, kind) if recurrent[i] else GatedAttention(kit, c, i, c.rope)
 
     return Decoder(kit, c, [(mixer(i), network(i)) for i in range(c.n_layers)])
 

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from quire.errors import ModelError
 from quire.models.layers import total_bytes
-from quire.models.loader import Kit
+from quire.models.loader import EXPERTS, NETWORK, Kit
 from quire.models.sizes import DenseSizes
 from quire.ops import SILU_MUL, Array
+from quire.ops.batch import cross
 from quire.weights.file import WeightFile
 
 
@@ -42,7 +43,9 @@ class Experts:
     def __init__(
         self, kit: Kit, c: DenseSizes, layer: int, routing: Routing, *, norm: str = "ffn_norm"
     ) -> None:
-        self._ops, self._eps, self._routing = kit.ops, c.eps, routing
+        kit = kit.at(EXPERTS, layer)
+        self.ops = self.expert_ops = kit.ops
+        self._eps, self._routing = c.eps, routing
         load, at, n = kit.load, f"blk.{layer}.", routing.count
         self._norm = load.vector((f"{at}{norm}.weight", c.width))
         self._router = load.matrix(c.width, (f"{at}ffn_gate_inp.weight", n), exact=True)
@@ -53,37 +56,46 @@ class Experts:
             gate_up = [(fused, 2 * c.ffn_width)]
         self._gate_up = load.experts(n, c.width, *gate_up)
         self._down = load.experts(n, c.ffn_width, (f"{at}ffn_down_exps.weight", c.width))
-        self.nbytes = total_bytes((self._router, self._gate_up, self._down))
+        self.nbytes = self.expert_bytes = total_bytes((self._router, self._gate_up, self._down))
 
-    def add_to(self, x: Array) -> None:
+    def add_to(self, x: Array) -> Array:
         """x += what the experts make of it."""
         routing = self._routing
-        self._ops.experts(
+        return self.ops.experts(
             x, self._router, self._gate_up, self._down, routing.used, norm=self._norm,
             eps=self._eps, normalize=routing.normalize, scale=routing.scale, into=x,
         )  # fmt: skip
 
 
-class SharedExperts(Experts):
-    """Experts, and one more network that every token goes through, gated by a number per token."""
+class SharedExperts:
+    """Experts, and one more network that every token goes through, gated by a number per token.
+
+    The experts may be on another device: x goes there and back.
+    """
 
     def __init__(
         self, kit: Kit, c: DenseSizes, layer: int, routing: Routing, shared: int, *,
         norm: str = "ffn_norm",
     ) -> None:  # fmt: skip
-        super().__init__(kit, c, layer, routing, norm=norm)
+        self._experts = Experts(kit, c, layer, routing, norm=norm)
+        kit = kit.at(NETWORK, layer)
+        self.ops, self._eps = kit.ops, c.eps
         load, at = kit.load, f"blk.{layer}."
+        self._norm = load.vector((f"{at}{norm}.weight", c.width))
         gate_up = ((f"{at}ffn_gate_shexp.weight", shared), (f"{at}ffn_up_shexp.weight", shared))
         self._shared_gate_up = load.matrix(c.width, *gate_up)
         self._shared_down = load.matrix(shared, (f"{at}ffn_down_shexp.weight", c.width))
         self._share = load.matrix(c.width, (f"{at}ffn_gate_inp_shexp.weight", 1), exact=True)
-        self.nbytes += total_bytes((self._shared_gate_up, self._shared_down, self._share))
+        self.expert_bytes, self.expert_ops = self._experts.nbytes, self._experts.ops
+        own = self._shared_gate_up, self._shared_down, self._share
+        self.nbytes = self.expert_bytes + total_bytes(own)
 
-    def add_to(self, x: Array) -> None:
-        """x += what the experts and the shared one make of it."""
-        ops = self._ops
+    def add_to(self, x: Array) -> Array:
+        """x + what the experts and the shared one make of it."""
+        ops, there = self.ops, self.expert_ops
         weights = self._shared_gate_up, self._shared_down, self._norm
         y = ops.network(x, *weights, self._eps, SILU_MUL)
         share = ops.linear(x, self._share, self._norm, self._eps)
-        super().add_to(x)
+        x = cross(self._experts.add_to(cross(x, ops, there)), there, ops)
         ops.add_gated(x, y, share)
+        return x

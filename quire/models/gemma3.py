@@ -43,13 +43,12 @@ def build(file: WeightFile, kit: Kit) -> Decoder:
         for which in ("final", "attn")
     )
     local_base = file.get_float("gemma3.rope.freq_base_swa", default=_LOCAL_BASE, minimum=1e-3)
-    full = kit.ops.rope(c.rope)
-    local = kit.ops.rope(Rope(c.head_dim, frequencies(local_base, c.head_dim), neox=True))
+    local = Rope(c.head_dim, frequencies(local_base, c.head_dim), neox=True)
 
     def attention(i: int) -> Attention:
         window = windows.of(i)
         return Attention(
-            kit, c, i, local if window else full, window=window, qk_norm=True, scale=scale,
+            kit, c, i, local if window else c.rope, window=window, qk_norm=True, scale=scale,
             softcap=softcap, post_norm="post_attention_norm",
         )  # fmt: skip
 

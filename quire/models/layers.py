@@ -16,11 +16,11 @@ import numpy as np
 from quire.devices.device import GroupKernels
 from quire.memory.groups.layout import GroupSpec
 from quire.memory.groups.state_layout import RecurrentSpec
-from quire.models.loader import Kit, Rows
+from quire.models.loader import MIXER, NETWORK, Kit, Rows
 from quire.models.page_kernels import attention_kernels
 from quire.models.sizes import DenseSizes
 from quire.models.windows import FULL, WINDOW
-from quire.ops import SILU_MUL, Array, Heads, Matrix
+from quire.ops import SILU_MUL, Array, Heads, Matrix, Ops, Rope
 from quire.ops.batch import GroupPages
 
 
@@ -33,6 +33,8 @@ class Mixer(Protocol):
     """The group of memory it belongs to."""
     rope: Any
     """The handle of its rotary embedding; None without one."""
+    ops: Ops
+    """Of the device it is on."""
     nbytes: int
     """Bytes that its matrices hold."""
 
@@ -46,11 +48,17 @@ class Mixer(Protocol):
 class Network(Protocol):
     """What a layer does next: it looks at each token alone."""
 
+    ops: Ops
+    """Of the device that it takes x on."""
     nbytes: int
     """Bytes that its matrices hold."""
+    expert_bytes: int
+    """Those of experts among them."""
+    expert_ops: Ops
+    """Of the device that these are on."""
 
-    def add_to(self, x: Array) -> None:
-        """x += network(norm(x))."""
+    def add_to(self, x: Array) -> Array:
+        """x + network(norm(x)), in x where it can be."""
 
 
 def total_bytes(matrices: Iterable[Matrix]) -> int:
@@ -65,12 +73,12 @@ class _Attending:
     """
 
     def __init__(
-        self, kit: Kit, c: DenseSizes, layer: int, rope: Any, *, qk_norm: bool,
+        self, kit: Kit, c: DenseSizes, layer: int, rope: Rope, *, qk_norm: bool,
         window: int = 0, scale: float | None = None, softcap: float = 0.0, reads: int | None = None,
     ) -> None:  # fmt: skip
-        self.layer, self.rope, self.reads = layer, rope, reads
-        self.group = WINDOW if window else FULL
-        self._ops, self._eps = kit.ops, c.eps
+        self.layer, self.rope, self.reads = layer, kit.rope(rope), reads
+        self.group = kit.group(WINDOW if window else FULL)
+        self.ops, self._eps = kit.ops, c.eps
         sizes = c.n_heads, c.n_kv_heads, c.head_dim, c.head_dim
         scale = c.head_dim**-0.5 if scale is None else scale
         self._shape = Heads(*sizes, scale, window, softcap)
@@ -99,7 +107,7 @@ class _Attending:
             window=shape.window or None,
             reuse={mixer.layer: mixer.reads for mixer in mixers if mixer.reads is not None},
         )
-        return spec, attention_kernels(self._ops, self._heads, self.rope)
+        return spec, attention_kernels(self.ops, self._heads, self.rope)
 
 
 class Attention(_Attending):
@@ -109,10 +117,11 @@ class Attention(_Attending):
     """
 
     def __init__(
-        self, kit: Kit, c: DenseSizes, layer: int, rope: Any, *, window: int = 0,
+        self, kit: Kit, c: DenseSizes, layer: int, rope: Rope, *, window: int = 0,
         bias: bool = False, qk_norm: bool = False, scale: float | None = None,
         softcap: float = 0.0, post_norm: str = "", reads: int | None = None,
     ) -> None:  # fmt: skip
+        kit = kit.at(MIXER, layer)
         super().__init__(
             kit, c, layer, rope, qk_norm=qk_norm, window=window, scale=scale, softcap=softcap,
             reads=reads,
@@ -128,7 +137,7 @@ class Attention(_Attending):
 
     def add_to(self, x: Array, memory: GroupPages, rope: Array | None) -> None:
         """x += attention(norm(x))."""
-        ops = self._ops
+        ops = self.ops
         k, v = memory.offsets[self.layer]
         y = ops.linear(x, self._qkv, self._norm, self._eps, bias=self._bias)
         if self.reads is None:
@@ -147,7 +156,8 @@ class GatedAttention(_Attending):
     q k v, gate = in(norm(x))     out(attend(q k v) · sigmoid(gate))
     """
 
-    def __init__(self, kit: Kit, c: DenseSizes, layer: int, rope: Any) -> None:
+    def __init__(self, kit: Kit, c: DenseSizes, layer: int, rope: Rope) -> None:
+        kit = kit.at(MIXER, layer)
         super().__init__(kit, c, layer, rope, qk_norm=True)
         load, at = kit.load, f"blk.{layer}."
         q, kv = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
@@ -160,7 +170,7 @@ class GatedAttention(_Attending):
 
     def add_to(self, x: Array, memory: GroupPages, rope: Array | None) -> None:
         """x += attention(norm(x))."""
-        ops = self._ops
+        ops = self.ops
         k, v = memory.offsets[self.layer]
         qkv = ops.linear(x, self._qkv, self._norm, self._eps)
         gate = ops.linear(x, self._gate, self._norm, self._eps)
@@ -174,11 +184,15 @@ class GatedNetwork:
     `norm` and `post_norm` name what norms the input and, where there is such a tensor, the output.
     """
 
+    expert_bytes = 0
+
     def __init__(
         self, kit: Kit, c: DenseSizes, layer: int, *, norm: str = "ffn_norm",
         act: int = SILU_MUL, post_norm: str = "",
     ) -> None:  # fmt: skip
-        self._ops, self._eps, self._act = kit.ops, c.eps, act
+        kit = kit.at(NETWORK, layer)
+        self.ops = self.expert_ops = kit.ops
+        self._eps, self._act = c.eps, act
         load, at, ffn = kit.load, f"blk.{layer}.", c.ffn_width
         self._norm = load.vector((f"{at}{norm}.weight", c.width))
         gate_up = ((f"{at}ffn_gate.weight", ffn), (f"{at}ffn_up.weight", ffn))
@@ -187,12 +201,13 @@ class GatedNetwork:
         self._post_norm = load.vector((f"{at}{post_norm}.weight", c.width)) if post_norm else None
         self.nbytes = total_bytes((self._gate_up, self._down))
 
-    def add_to(self, x: Array) -> None:
+    def add_to(self, x: Array) -> Array:
         """x += network(norm(x))."""
-        ops = self._ops
+        ops = self.ops
         weights = self._gate_up, self._down, self._norm
         if self._post_norm is None:
             ops.network(x, *weights, self._eps, self._act, into=x)
         else:
             y = ops.network(x, *weights, self._eps, self._act)
             ops.add_norm(x, y, self._post_norm, self._eps)
+        return x

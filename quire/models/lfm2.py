@@ -26,12 +26,11 @@ def build(file: WeightFile, kit: Kit) -> Decoder:
     kv_heads = _kv_heads(file)
     c = DenseSizes.read(file, "lfm2", kv_heads=max(1, *kv_heads))
     taps = file.get_int("lfm2.shortconv.l_cache", minimum=1, maximum=1024)
-    rope = kit.ops.rope(c.rope)
 
     def mixer(i: int) -> Mixer:
         if not kv_heads[i]:
             return ShortConv(kit, c, i, taps)
-        return Attention(kit, c, i, rope, qk_norm=True)
+        return Attention(kit, c, i, c.rope, qk_norm=True)
 
     layers = [(mixer(i), GatedNetwork(kit, c, i)) for i in range(c.n_layers)]
     usual = "output_norm.weight"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.ops import Array, Heads, Matrix, Ops, Part
+from quire.ops import Array, Heads, Matrix, Ops, Rope, RopeHandle
+from quire.ops import Part as RowsPart
 from quire.weights.file import TensorFacts, WeightFile
 from quire.weights.quant import GGMLType, dequantize
 from quire.weights.quantize import quantize
@@ -29,8 +31,32 @@ _SPARED: Final = ("token_embd.weight", "output.weight")
 _CHUNK: Final = 1 << 22
 
 
+EMBEDDING: Final = "embedding"
+OUTPUT: Final = "output"
+MIXER: Final = "mixer"
+NETWORK: Final = "network"
+EXPERTS: Final = "experts"
+
+
+class Part(NamedTuple):
+    """What of a model is on one device as a whole: one of its ends, or one of these of a layer."""
+
+    kind: str
+    layer: int = -1
+
+
+class Place(NamedTuple):
+    """Where a part is: a device by name, and its operations."""
+
+    name: str
+    ops: Ops
+
+
 class Loader(Protocol):
     """How a model asks for its tensors."""
+
+    def on(self, ops: Ops) -> Loader:
+        """The same for a part of the model that is on another device."""
 
     def has(self, name: str) -> bool:
         """Whether the file has this tensor."""
@@ -53,12 +79,37 @@ class Loader(Protocol):
 
 @dataclass(frozen=True)
 class Kit:
-    """What a model is built with: operations, tensors, and how K and V are stored."""
+    """What a model is built with: operations, tensors, and how K and V are stored.
+
+    A model on several devices is told by `place` where each of its parts is.
+    """
 
     ops: Ops
     load: Loader
     type_k: str
     type_v: str
+    place: Callable[[Part], Place] | None = None
+    name: str = ""
+    """The device that this kit is for, where there are several."""
+    _ropes: dict[tuple[int, int], tuple[Rope, RopeHandle]] = field(default_factory=dict)
+
+    def at(self, kind: str, layer: int = -1) -> Kit:
+        """The kit for a part of the model."""
+        if self.place is None:
+            return self
+        name, ops = self.place(Part(kind, layer))
+        return replace(self, ops=ops, load=self.load.on(ops), name=name)
+
+    def group(self, name: str) -> str:
+        """What a group of memory is called: layers on different devices share no pages."""
+        return f"{name} on {self.name}" if self.name else name
+
+    def rope(self, rope: Rope) -> RopeHandle:
+        """The handle of a rotary embedding, one for all layers on a device."""
+        key = id(self.ops), id(rope)
+        if key not in self._ropes:
+            self._ropes[key] = rope, self.ops.rope(rope)
+        return self._ropes[key][1]
 
     def heads(self, shape: Heads, q_norm: Array | None, k_norm: Array | None, eps: float) -> Any:
         """The handle of a layer's attention; the norms are per head and may be None."""
@@ -78,9 +129,15 @@ class TensorLoader:
         self._file = file
         self._ops = ops
         self._total = total
-        self._done = 0
+        self._done = [0]  # of all devices together
         self._progress = progress
         self._quantize = quantize
+
+    def on(self, ops: Ops) -> TensorLoader:
+        """The same for a part of the model that is on another device."""
+        twin = copy.copy(self)
+        twin._ops = ops
+        return twin
 
     def has(self, name: str) -> bool:
         """Whether the file has this tensor."""
@@ -98,7 +155,7 @@ class TensorLoader:
             split += [(type, rows, cols, expert) for expert in np.split(data, count)]
         return self._pack(split, parts)
 
-    def _pack(self, packed: list[Part], parts: tuple[Rows, ...]) -> Matrix:
+    def _pack(self, packed: list[RowsPart], parts: tuple[Rows, ...]) -> Matrix:
         matrix = self._ops.pack(packed)
         for name, *_ in parts:
             self._advance(self._file.tensors[name].nbytes)
@@ -119,7 +176,7 @@ class TensorLoader:
         self._advance(tensor.nbytes)
         return dequantize(self._file.data(name), tensor.type, tensor.shape)
 
-    def _part(self, cols: int, part: Rows, exact: bool) -> Part:
+    def _part(self, cols: int, part: Rows, exact: bool) -> RowsPart:
         """Rows of a matrix as they will be packed."""
         name, rows, *where = part
         tensor = self._file.tensors[name]
@@ -133,9 +190,9 @@ class TensorLoader:
         return int(type), rows, cols, data.reshape(-1)
 
     def _advance(self, nbytes: int) -> None:
-        self._done += nbytes
+        self._done[0] += nbytes
         if self._progress:
-            self._progress(self._done, self._total)
+            self._progress(self._done[0], self._total)
 
 
 def loaded_type(name: str, tensor: TensorFacts, quantize: str | None) -> GGMLType:

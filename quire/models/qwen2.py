@@ -16,10 +16,9 @@ def build(file: WeightFile, kit: Kit) -> Decoder:
     """The model, its tensors taken through the kit."""
     c = DenseSizes.read(file, "qwen2")
     windows = Windows.read(file, "qwen2", c.n_layers)
-    rope = kit.ops.rope(c.rope)
 
     def attention(i: int) -> Attention:
-        return Attention(kit, c, i, rope, window=windows.of(i), bias=True)
+        return Attention(kit, c, i, c.rope, window=windows.of(i), bias=True)
 
     layers = [(attention(i), GatedNetwork(kit, c, i)) for i in range(c.n_layers)]
     return Decoder(kit, c, layers)

@@ -23,10 +23,9 @@ def build(file: WeightFile, kit: Kit) -> Decoder:
     c = DenseSizes.read(file, "qwen3moe", ffn="expert_feed_forward_length")
     windows = Windows.read(file, "qwen3moe", c.n_layers)
     routing = Routing.read(file, "qwen3moe")
-    rope = kit.ops.rope(c.rope)
 
     def attention(i: int) -> Attention:
-        return Attention(kit, c, i, rope, window=windows.of(i), qk_norm=True)
+        return Attention(kit, c, i, c.rope, window=windows.of(i), qk_norm=True)
 
     layers = [(attention(i), Experts(kit, c, i, routing)) for i in range(c.n_layers)]
     return Decoder(kit, c, layers)

@@ -12,7 +12,7 @@ from quire.devices.device import GroupKernels
 from quire.errors import ModelError
 from quire.memory.groups.state_layout import RecurrentSpec
 from quire.models.layers import total_bytes
-from quire.models.loader import Kit, Loader, Rows
+from quire.models.loader import MIXER, Kit, Loader, Rows
 from quire.models.page_kernels import recurrent_group, recurrent_kernels
 from quire.models.sizes import Sizes
 from quire.ops import Array, Matrix, Recurrent
@@ -23,18 +23,20 @@ class _Recurring:
     """What recurrent mixers have in common; order is all they know of positions: no rope."""
 
     group: str
+    """As a class its kind, then with the device where there are several."""
     rope = None
     recurrent: Recurrent
 
     def __init__(self, kit: Kit, c: Sizes, layer: int) -> None:
         self.layer = layer
-        self._ops, self._eps = kit.ops, c.eps
+        self.group = kit.group(self.group)
+        self.ops, self._eps = kit.ops, c.eps
         self._norm = kit.load.vector((f"blk.{layer}.attn_norm.weight", c.width))
 
     def declare(self, mixers: Sequence[_Recurring]) -> tuple[RecurrentSpec, GroupKernels]:
         """The group of these layers, and the folding of their logs."""
         layers = {mixer.layer: mixer.recurrent for mixer in mixers}
-        return recurrent_group(self._ops, self.group, layers), recurrent_kernels(self._ops, layers)
+        return recurrent_group(self.ops, self.group, layers), recurrent_kernels(self.ops, layers)
 
 
 class ShortConv(_Recurring):
@@ -46,6 +48,7 @@ class ShortConv(_Recurring):
     group = "conv"
 
     def __init__(self, kit: Kit, c: Sizes, layer: int, taps: int) -> None:
+        kit = kit.at(MIXER, layer)
         super().__init__(kit, c, layer)
         load, at = kit.load, f"blk.{layer}.shortconv."
         self._enter, self._enter_bias = _linear(load, f"{at}in_proj", c.width, 3 * c.width)
@@ -59,7 +62,7 @@ class ShortConv(_Recurring):
 
     def add_to(self, x: Array, memory: GroupPages, rope: Array | None) -> None:
         """x += convolution(norm(x))."""
-        ops = self._ops
+        ops = self.ops
         state, log = memory.offsets[self.layer]
         inputs = ops.linear(x, self._enter, self._norm, self._eps, bias=self._enter_bias)
         mixed = ops.recur(inputs, self.recurrent, memory.pages, state, log)
@@ -91,6 +94,7 @@ class Ssd(_Recurring):
     group = "recurrent"
 
     def __init__(self, kit: Kit, c: Sizes, layer: int, shape: SsdShape) -> None:
+        kit = kit.at(MIXER, layer)
         super().__init__(kit, c, layer)
         self._inner, self._row = shape.inner, shape.norm_shape[-1]
         self._inputs = shape.channels + shape.n_heads
@@ -106,7 +110,7 @@ class Ssd(_Recurring):
 
     def add_to(self, x: Array, memory: GroupPages, rope: Array | None) -> None:
         """x += recurrence(norm(x))."""
-        ops, inner = self._ops, self._inner
+        ops, inner = self.ops, self._inner
         state, log = memory.offsets[self.layer]
         mixed = ops.linear(x, self._enter, self._norm, self._eps, bias=self._enter_bias)
         gate, inputs = ops.columns(mixed, 0, inner), ops.columns(mixed, inner, self._inputs)
@@ -175,6 +179,7 @@ class DeltaNet(_Recurring):
     group = "delta"
 
     def __init__(self, kit: Kit, c: Sizes, layer: int, kind: DeltaKind) -> None:
+        kit = kit.at(MIXER, layer)
         super().__init__(kit, c, layer)
         load, at, shape = kit.load, f"blk.{layer}.", kind.shape
         self._row = shape.dv
@@ -188,7 +193,7 @@ class DeltaNet(_Recurring):
 
     def add_to(self, x: Array, memory: GroupPages, rope: Array | None) -> None:
         """x += delta_net(norm(x))."""
-        ops = self._ops
+        ops = self.ops
         state, log = memory.offsets[self.layer]
         qkvba = ops.linear(x, self._enter, self._norm, self._eps)
         z = ops.linear(x, self._gate, self._norm, self._eps)

@@ -10,8 +10,8 @@ from quire.devices.device import GroupKernels
 from quire.errors import ModelError
 from quire.memory.groups.layout import GroupSpec
 from quire.memory.groups.state_layout import RecurrentSpec
-from quire.models.loader import Kit
-from quire.ops import Array, Refused
+from quire.models.loader import Kit, Part
+from quire.ops import Array, Ops, Refused
 from quire.ops.batch import Batch
 from quire.weights.file import WeightFile
 from quire.weights.gguf import GGUF
@@ -54,6 +54,16 @@ class Model(Protocol):
     width: int
     """Values of a token between layers."""
     groups: tuple[GroupSpec | RecurrentSpec, ...]
+    ops: Ops
+    """Of the device that the output is on."""
+    ops_after: list[Ops]
+    """Of the device on which x is after so many layers; at 0, after `embed`."""
+    arithmetic: str
+    """How it computes: the same tokens have the same bits under one name."""
+    tied: bool
+    """Whether the output is the embedding again."""
+    part_bytes: dict[Part, int]
+    """Bytes that the matrices of each part hold."""
     layer_bytes: tuple[int, ...]
     """Bytes that the matrices of each layer hold."""
     weight_bytes: int
@@ -67,14 +77,14 @@ class Model(Protocol):
     def embed(self, batch: Batch) -> Array:
         """The batch's tokens as rows of the model's width."""
 
-    def run(self, x: Array, batch: Batch, start: int, stop: int) -> None:
-        """Layers start … stop-1, in place on x, over the batch's memory."""
+    def run(self, x: Array, batch: Batch, start: int, stop: int) -> Array:
+        """x after layers start … stop-1, over the batch's memory; in place on one device."""
 
     def hidden(self, x: Array) -> Array:
         """Rows that went through the layers, normed: what the output is made from."""
 
     def logits(self, x: Array) -> Array:
-        """The output of rows that went through the layers."""
+        """The output of rows that went through the layers and are on its device."""
 
 
 class Architecture(Protocol):
@@ -101,10 +111,13 @@ def architecture_of(file: WeightFile) -> str:
     return name
 
 
-def open_weights(path: str | os.PathLike[str]) -> WeightFile:
-    """A .gguf file, all parts of a split one, or a folder with config.json and safetensors."""
+def open_weights(path: str | os.PathLike[str], whole: bool = True) -> WeightFile:
+    """A .gguf file, all parts of a split one, or a folder with config.json and safetensors.
+
+    Of a file that is not `whole`, only what its header says can be asked.
+    """
     if not os.path.isdir(path):
-        return with_parts(GGUF.open(path))
+        return with_parts(GGUF.open(path, whole))
     from quire.weights.folder import Folder  # only here, so that starting is quicker
 
     return Folder.open(path, _naming)

@@ -65,6 +65,8 @@ def yarn(
 
 def _factors(file: WeightFile, n_rot: int) -> NDArray[np.float64]:
     tensor = file.tensors["rope_freqs.weight"]
+    if not file.whole:  # nothing will be computed
+        return np.ones(n_rot // 2)
     factors = dequantize(file.data("rope_freqs.weight"), tensor.type, tensor.shape).astype(
         np.float64
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from dataclasses import dataclass
 from math import prod
@@ -44,7 +45,18 @@ class TensorCheck:
         self._asked: set[str] = set()
         self._matrices: set[str] = set()
         self.packed: Counter[str] = Counter()
-        self.nbytes = 0
+        self._read = [0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file that loading will read."""
+        return self._read[0]
+
+    def on(self, ops: Ops) -> TensorCheck:
+        """The same for a part of the model that is on another device; what is noted is shared."""
+        twin = copy.copy(self)
+        twin._ops = ops
+        return twin
 
     def has(self, name: str) -> bool:
         """Whether the file has this tensor."""
@@ -57,7 +69,7 @@ class TensorCheck:
             tensor = self._file.tensors.get(name)
             if tensor is not None and tensor.shape and _flat(tensor) == (rows, cols):
                 self._note(name, tensor)
-                some = _taken(rows, where)
+                some = rows_taken(rows, where)
                 nbytes += self._pack(name, tensor, [(some, cols)], exact)
                 taken += some
             else:
@@ -116,7 +128,7 @@ class TensorCheck:
 
     def _note(self, name: str, tensor: TensorFacts) -> None:
         self._asked.add(name)
-        self.nbytes += tensor.nbytes  # once for each matrix that takes rows of it
+        self._read[0] += tensor.nbytes  # once for each matrix that takes rows of it
 
     def raise_faults(self) -> None:
         """One error that lists every fault."""
@@ -153,7 +165,7 @@ def _flat(tensor: TensorFacts) -> tuple[int, int]:
     return prod(tensor.shape[:-1]), tensor.shape[-1]
 
 
-def _taken(rows: int, where: list[slice | NDArray[np.intp]]) -> int:
+def rows_taken(rows: int, where: list[slice | NDArray[np.intp]]) -> int:
     """How many rows are meant."""
     if not where:
         return rows

@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.ops.handles import Array
+from quire.ops.table import Ops
+
 
 @dataclass(frozen=True)
 class GroupPages:
@@ -18,6 +21,11 @@ class GroupPages:
     """`Pages`, or the `States` of a recurrent group."""
     offsets: Mapping[int, tuple[int, int]]
     """Offsets of K and V, or of state and log, by a layer's number in the model."""
+
+
+def cross(x: Array, source: Ops, target: Ops) -> Array:
+    """An array of one device as one of another; itself where they are the same."""
+    return x if source is target else target.array(source.numpy(x))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from quire.memory.build import attention_layout
 from quire.memory.groups.layout import GroupSpec
 from quire.memory.groups.state_layout import RecurrentSpec, StateLayout
 from quire.models.active import ActiveSize, truncated
-from quire.models.loader import Kit, ProgressFn, TensorLoader
+from quire.models.loader import Kit, Part, Place, ProgressFn, TensorLoader
 from quire.models.registry import Model, architecture_of, build_model
 from quire.models.settings import settings_errors
 from quire.models.tensor_check import TensorCheck
@@ -55,20 +55,31 @@ class Blueprint:
     """What the matrices of each layer will hold."""
     weight_bytes: int
     """What all matrices will hold: those of layers, the embedding, the output."""
+    part_bytes: Mapping[Part, int]
+    """What the matrices of each part will hold, which may be on devices of their own."""
+    tied: bool
+    """Whether the output is the embedding again."""
     errors: tuple[RequestError, ...]
     """What is wrong with the settings for this model."""
     _file: WeightFile = field(repr=False)
     _ops: Ops = field(repr=False)
     _settings: LoadConfig = field(repr=False)
     _file_bytes: int = field(repr=False)
+    _place: Callable[[Part], Place] | None = field(repr=False)
 
     @classmethod
-    def read(cls, file: WeightFile, ops: Ops, settings: LoadConfig) -> Blueprint:
-        """Holds every tensor against what the model needs: all faults are told at once."""
+    def read(
+        cls, file: WeightFile, ops: Ops, settings: LoadConfig,
+        place: Callable[[Part], Place] | None = None,
+    ) -> Blueprint:  # fmt: skip
+        """Holds every tensor against what the model needs: all faults are told at once.
+
+        `place` says which parts are on which of several devices.
+        """
         seen = truncated(file, settings.n_layer_exit, settings.moe_n_expert)
         check = TensorCheck(seen, ops, settings.quantize)
         # How K and V are stored makes no difference here; float32 suits heads of every size.
-        model = build_model(seen, Kit(ops, check, "f32", "f32"))
+        model = build_model(seen, Kit(ops, check, "f32", "f32", place))
         check.raise_faults()
         check.refuse_rest()
         refuse_unread(seen)
@@ -84,12 +95,21 @@ class Blueprint:
             tensor_bytes=check.packed,
             layer_bytes=model.layer_bytes,
             weight_bytes=model.weight_bytes,
+            part_bytes=model.part_bytes,
+            tied=model.tied,
             errors=tuple(errors),
             _file=seen,
             _ops=ops,
             _settings=settings,
             _file_bytes=check.nbytes,
+            _place=place,
         )
+
+    @property
+    def expert_share(self) -> float:
+        """The share of its experts that a token uses."""
+        count = self._file.get_int(f"{self.architecture}.expert_count", default=0)
+        return self.active.experts / count if count else 1.0
 
     def raise_errors(self) -> None:
         """Refuses settings that cannot work, or would do nothing."""
@@ -101,7 +121,7 @@ class Blueprint:
         self.raise_errors()
         s = self._settings
         load = TensorLoader(self._file, self._ops, self._file_bytes, progress, s.quantize)
-        model = build_model(self._file, Kit(self._ops, load, s.type_k, s.type_v))
+        model = build_model(self._file, Kit(self._ops, load, s.type_k, s.type_v, self._place))
         assert model.weight_bytes == self.weight_bytes, (model.weight_bytes, self.weight_bytes)
         return model
 

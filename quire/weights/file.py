@@ -54,6 +54,8 @@ class WeightFile(ABC):
     tensors: Mapping[str, TensorFacts]
     asked: set[str]
     """Keys that somebody has asked for."""
+    whole: bool = True
+    """Whether all tensors can be read; else only what is known of them."""
 
     @abstractmethod
     def data(self, name: str) -> NDArray[np.uint8]:

@@ -37,8 +37,9 @@ class GGUF(WeightFile):
     alignment: int
     tensors: Mapping[str, TensorInfo]
 
-    def __init__(self, file: OpenFile) -> None:
+    def __init__(self, file: OpenFile, whole: bool = True) -> None:
         self.path = file.path
+        self.whole = whole
         self._file = file
         self.asked = set()
         self._samples: dict[str, bytes] = {}
@@ -53,7 +54,8 @@ class GGUF(WeightFile):
                 f"{self.path}: its metadata takes more than {_MOST_HEADER // 4} bytes, "
                 "which is more than Quire reads"
             )
-        reader = Reader(self.path, self._file.read(0, length, "the header"), self._file.size)
+        data = self._file.read(0, length, "the header")
+        reader = Reader(self.path, data, self._file.size, self.whole)
         try:
             self.version, tensor_count, entry_count = reader.header()
             self.metadata, self.alignment = reader.metadata(entry_count)
@@ -64,14 +66,17 @@ class GGUF(WeightFile):
         return True
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> GGUF:
-        """Open a file and check all of it except the weights themselves."""
+    def open(cls, path: str | os.PathLike[str], whole: bool = True) -> GGUF:
+        """Open a file and check all of it except the weights themselves.
+
+        Not `whole`, weights need not be there: of a download that has begun, the header is enough.
+        """
         try:
             file = OpenFile(Path(path), GGUFError, ".gguf")
         except TypeError:
             raise GGUFError(f"a path is a text, not {path!r:.80}") from None
         try:
-            return cls(file)
+            return cls(file, whole)
         except BaseException:
             file.close()
             raise

@@ -91,8 +91,9 @@ class Reader:
     Claims are held against the `size` of the whole file; `Short` asks for more of its bytes.
     """
 
-    def __init__(self, path: Path, data: NDArray[np.uint8], size: int) -> None:
+    def __init__(self, path: Path, data: NDArray[np.uint8], size: int, whole: bool = True) -> None:
         self._path = path
+        self._whole = whole  # or weights may lie behind the end of the file
         self._data = data
         self._size = size
         self._view = data.data
@@ -230,14 +231,14 @@ class Reader:
         if offset % alignment:
             self._fail(f"{what} has offset {offset}, it must be a multiple of {alignment}")
         nbytes = prod(sizes) // type.block_size * type.type_size
-        if nbytes > self._size:
+        if nbytes > self._size and self._whole:
             self._too_large(what, nbytes)
         return TensorInfo(name, type, tuple(reversed(sizes)), offset, nbytes)
 
     def _check_places(self, tensors: Iterable[TensorInfo]) -> None:
         before: TensorInfo | None = None
         for info in sorted(tensors, key=lambda info: info.offset):
-            if info.offset + info.nbytes > self._size:
+            if info.offset + info.nbytes > self._size and self._whole:
                 self._too_large(f"tensor {quote(info.name)}", info.nbytes, info.offset)
             if before is not None and before.offset + before.nbytes > info.offset:
                 self._fail(f"tensors {quote(before.name)} and {quote(info.name)} overlap")

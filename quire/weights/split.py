@@ -33,6 +33,7 @@ class SplitGGUF(WeightFile):
     def __init__(self, parts: list[GGUF]) -> None:
         first = parts[0]
         self.path = first.path
+        self.whole = first.whole
         self.asked = first.asked
         self.metadata = MappingProxyType(
             {k: v for k, v in first.metadata.items() if k not in (_NUMBER, _COUNT, _TENSORS)}
@@ -80,7 +81,7 @@ def with_parts(first: GGUF) -> WeightFile:
     parts = [first]
     try:
         for path in _further(first, count):
-            parts.append(GGUF.open(path))
+            parts.append(GGUF.open(path, first.whole))
             _check_number(parts[-1], len(parts) - 1, count)
         whole = SplitGGUF(parts)
         told = first.get_int(_TENSORS, default=len(whole.tensors))

@@ -79,9 +79,9 @@ class NowCopier:
         return 1e-3
 
 
-def make_device(budget: Budget) -> HostDevice:
+def make_device(budget: Budget, name: str = "cpu") -> HostDevice:
     """The host's memory without any real kernel."""
-    return HostDevice(budget, FakeOps())  # type: ignore[arg-type]
+    return HostDevice(budget, FakeOps(), name)  # type: ignore[arg-type]
 
 
 class Single(Memory):

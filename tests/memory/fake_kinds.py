@@ -53,6 +53,8 @@ KINDS: dict[str, tuple[str, ...]] = {
     "window, attention and recurrent": ("local", "full", "delta"),
     "recurrent, by position": ("delta",),
     "attention and recurrent, by position": ("full", "delta"),
+    "attention on two devices": ("full", "far"),
+    "attention and recurrent on two devices": ("full", "delta"),
 }
 """The groups of each kind, in order."""
 
@@ -64,10 +66,13 @@ def make_kind(
     limit: int = 1 << 20, max_tokens: int | None = None, budget: Budget | None = None,
 ) -> Memory:  # fmt: skip
     """A memory of this kind with fake kernels and poisoned pages."""
-    device = make_device(budget or Budget(limit))
-    device.ops.folds_at_positions = by_position(kind)  # type: ignore[misc]
+    first = make_device(budget or Budget(limit))
+    second = make_device(Budget(limit), "cpu:1")
+    for each in (first, second):
+        each.ops.folds_at_positions = by_position(kind)  # type: ignore[misc]
     groups: list[AnyGroup] = []
     for i, name in enumerate(KINDS[kind]):
+        device = second if i and kind.endswith("on two devices") else first
         layers = (i, i + 10)
         if name == "delta":
             spec = RecurrentSpec(name, layers, state_bytes, 12, LOG_TOKENS)
@@ -75,7 +80,7 @@ def make_kind(
                 RecurrentGroup(StateLayout(spec), device, GroupKernels(fold=fold), poison=True)
             )
             continue
-        window = None if name == "full" else WINDOW
+        window = None if name in ("full", "far") else WINDOW
         heads = GroupSpec(
             name, "window" if window else "attention", layers, 1, head_dim, head_dim, window
         )

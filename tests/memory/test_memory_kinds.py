@@ -508,9 +508,8 @@ def test_everything_gone_is_nothing_held(memory: Memory) -> None:
     memory.clear(data=True)
     assert empty(memory)
     append(memory, 0, 1)
-    budget = memory.pools[0].budget
     memory.close()
-    assert budget.used == 0
+    assert {device.budget.used for device in memory.devices} == {0}
 
 
 # -- moving positions -----------------------------------------------------------------------------
@@ -628,12 +627,18 @@ def test_figures_add_up(memory: Memory) -> None:
         assert one["bytes_used"] == one["tokens_used"] * one["bytes_per_token"]
         assert one["bytes_wasted"] == one["bytes_held"] - one["bytes_used"] >= 0
         assert one["bytes_unshared"] >= one["bytes_held"]
-    parts = memory.memory_breakdown()["cpu"]
-    assert sum(parts.values()) == memory.pools[0].budget.used
+    parts = breakdown(memory)
     assert sum(size for use, size in parts.items() if use.endswith("checkpoint mark")) > 0
     with memory.reserve([entry(0, *range(9))]):
-        parts = memory.memory_breakdown()["cpu"]
-        assert sum(parts.values()) == memory.pools[0].budget.used
+        breakdown(memory)
+
+
+def breakdown(memory: Memory) -> dict[str, int]:
+    """Bytes by use, which add up to what each device's budget says."""
+    found = memory.memory_breakdown()
+    for device in memory.devices:
+        assert sum(found[device.name].values()) == device.budget.used
+    return {use: size for uses in found.values() for use, size in uses.items()}
 
 
 def test_audit_sees_what_is_wrong(kind: str) -> None:

@@ -714,8 +714,9 @@ class KindMachine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_held_in_vain(self) -> None:
-        budget = self.memory.pools[0].budget
-        assert sum(self.memory.memory_breakdown()["cpu"].values()) == budget.used <= budget.limit
+        for device in self.memory.devices:
+            held = sum(self.memory.memory_breakdown()[device.name].values())
+            assert held == device.budget.used <= device.budget.limit
         for group in self.memory.groups:
             # What the folds of the next step are likely to want stays idle.
             likely = 1 + len(self.seqs) // LOG_TOKENS

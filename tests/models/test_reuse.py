@@ -52,12 +52,12 @@ def shared(
 
     def build(file: WeightFile, kit: Kit) -> Decoder:
         c = DenseSizes.read(file, t.arch, neox=t.arch != "llama")
-        windows, rope = Windows.read(file, t.arch, c.n_layers), kit.ops.rope(c.rope)
+        windows = Windows.read(file, t.arch, c.n_layers)
         bias, norm = t.arch == "qwen2", t.arch == "qwen3"
 
         def attention(i: int) -> Attention:
             window, owner = windows.of(i), reads.get(i)
-            return Attention(kit, c, i, rope, window=window, bias=bias, qk_norm=norm, reads=owner)
+            return Attention(kit, c, i, c.rope, window=window, bias=bias, qk_norm=norm, reads=owner)
 
         layers = [(attention(i), GatedNetwork(kit, c, i)) for i in range(c.n_layers)]
         return Decoder(kit, c, layers)

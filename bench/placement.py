@@ -1,0 +1,99 @@
+"""Output first against output last, for every number of layers on a GPU.
+
+    python bench/placement.py MODEL [--device cuda] [--tokens 64] [--rounds 3] [--svg FILE]
+
+Output first is what `n_gpu_layers` does: the output, then layers from the last on. Output last
+puts it on the host until all layers are on the GPU. For each: bytes on the GPU by the plan and as
+held, how often activations change device, and tokens per second of one sequence (the median of
+alternating rounds). Ends with one JSON line; the chart shows speed against bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from _plot import Line, chart
+
+import quire
+
+PROMPT = list(range(5, 69))
+WAYS = ("output first", "output last")
+
+
+def main() -> None:
+    """Measures, prints a table, writes the chart, ends with one JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--n-ctx", type=int, default=1024)
+    parser.add_argument("--every", type=int, default=1, help="only every so many layers")
+    parser.add_argument("--svg", type=Path)
+    args = parser.parse_args()
+    with quire.load(args.model, device="cpu", n_ctx=args.n_ctx) as llm:
+        n_layers = llm.model.n_layers
+    counts = sorted({*range(0, n_layers + 2, args.every), n_layers, n_layers + 1})
+    rows = [row for n in counts for row in measured(args, n, n_layers)]
+    print(f"{'way':<14}{'N':>4}{'planned MB':>12}{'held MB':>10}{'splits':>8}{'tokens/s':>10}")
+    for row in rows:
+        print(
+            f"{row['way']:<14}{row['n']:>4}{row['planned'] / 1e6:>12.1f}{row['held'] / 1e6:>10.1f}"
+            f"{row['splits']:>8}{row['tokens_per_second']:>10.1f}"
+        )
+    if args.svg:
+        lines = []
+        for way in WAYS:
+            mine = [row for row in rows if row["way"] == way]
+            xs = [row["held"] / 1e9 for row in mine]
+            lines.append(Line(way, xs, [row["tokens_per_second"] for row in mine]))
+        chart(args.svg, args.model, "GB on the GPU", "tokens/s", lines)
+    print(json.dumps({"model": args.model, "rows": rows, "gains": gains(rows)}))
+
+
+def settings_of(args: argparse.Namespace, way: str, n: int, n_layers: int) -> dict[str, Any]:
+    """How to load with n layers on the GPU, the output counted as one."""
+    settings: dict[str, Any] = {"device": args.device, "n_gpu_layers": n, "n_ctx": args.n_ctx}
+    if way == "output last" and 0 < n <= n_layers:
+        settings |= {"n_gpu_layers": n + 1, "override_tensor": [r"^output\.=cpu"]}
+    return settings
+
+
+def measured(args: argparse.Namespace, n: int, n_layers: int) -> list[dict[str, Any]]:
+    """Both ways with n layers, in turns."""
+    found: dict[str, dict[str, Any]] = {}
+    speeds: dict[str, list[float]] = {way: [] for way in WAYS}
+    for _ in range(args.rounds):
+        for way in WAYS:
+            with quire.load(args.model, **settings_of(args, way, n, n_layers)) as llm:
+                llm.generate(PROMPT, max_tokens=8, ignore_eos=True)
+                start = time.perf_counter()
+                done = llm.generate(PROMPT, max_tokens=args.tokens, ignore_eos=True)
+                speeds[way].append(len(done.token_ids) / (time.perf_counter() - start))
+                there = [d for d in llm.plan.devices[:-1] if d.parts]
+                names = {d.device.name for d in there}
+                found[way] = {
+                    "way": way, "n": n, "splits": llm.plan.splits,
+                    "planned": sum(d.total for d in there),
+                    "held": sum(d.budget.used for d in llm.devices if d.name in names),
+                }  # fmt: skip
+    for way, row in found.items():
+        row["tokens_per_second"] = statistics.median(speeds[way])
+    return list(found.values())
+
+
+def gains(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """How many times faster output first is with the same N, at the median and at best."""
+    first = {row["n"]: row["tokens_per_second"] for row in rows if row["way"] == WAYS[0]}
+    last = {row["n"]: row["tokens_per_second"] for row in rows if row["way"] == WAYS[1]}
+    ratios = sorted(first[n] / last[n] for n in first if last.get(n))
+    return {"median": statistics.median(ratios), "most": ratios[-1]}
+
+
+if __name__ == "__main__":
+    main()

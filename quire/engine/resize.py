@@ -1,0 +1,84 @@
+"""Changing budgets while they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from quire.devices.budget import Budget
+from quire.devices.device import Device
+from quire.engine.engine import Engine
+from quire.engine.room import Rank
+from quire.errors import BudgetError
+from quire.memory.build import MemorySettings, longest_on_each
+
+
+class ContextSettings(MemorySettings, Protocol):
+    """What a user chose about memory, and about the context."""
+
+    @property
+    def n_ctx(self) -> int | None: ...
+
+
+def resize(engine: Engine, limits: Mapping[Budget, int], settings: ContextSettings) -> None:
+    """Lets an engine's memory hold so many bytes, and no more; BudgetError if that cannot be.
+
+    Whoever holds too much gives way as when memory is short: cached prefixes first, then sequences,
+    which come back when they are used. A context that nobody fixed becomes what fits now.
+    """
+    engine.check_open()
+    by_whole = {budget.whole: limit for budget, limit in limits.items()}
+    for device in engine.runner.devices:
+        most = max(device.budget.limit, device.capacity)
+        if by_whole.get(device.budget.whole, 0) > most:
+            raise BudgetError(
+                f"a budget of {by_whole[device.budget.whole]:,} bytes is more than the {most:,} "
+                f"that {device.name} has"
+            )
+    room = _room_of_one(engine, by_whole, settings)
+    _reclaim(by_whole)
+    engine.room.make(lambda: _within(by_whole), None, Rank.RUNNING)
+    _reclaim(by_whole)  # what others gave way to may be idle now
+    before = {budget: budget.limit for budget in by_whole}
+    try:
+        for budget, limit in by_whole.items():
+            budget.resize(limit)
+    except BudgetError:
+        for budget, limit in before.items():
+            budget.resize(max(limit, budget.used))
+        raise
+    engine.memory.grow()
+    if settings.n_ctx is None:
+        engine.n_ctx = min(engine.runner.model.n_ctx_train, room)
+
+
+def _reclaim(limits: Mapping[Budget, int]) -> None:
+    for budget in limits:
+        budget.reclaim()
+
+
+def _within(limits: Mapping[Budget, int]) -> bool:
+    return all(budget.used <= limit for budget, limit in limits.items())
+
+
+def _room_of_one(engine: Engine, limits: Mapping[Budget, int], settings: ContextSettings) -> int:
+    """How many tokens a sequence that is alone could have; it must do for each that runs."""
+
+    def left(device: Device) -> int:
+        budget = device.budget.whole
+        pages = sum(pool.committed for pool in engine.memory.pools if pool.device is device)
+        return limits.get(budget, budget.limit) - (budget.used - pages)
+
+    running = max((one.length + 1 for one in engine.scheduler.active), default=1)
+    asked = " and ".join(f"{limit:,}" for limit in limits.values())
+    cannot = f"the budget cannot become {asked} bytes: what stays leaves too little of it"
+    try:
+        room = longest_on_each(engine.memory.specs_by_device, left, settings)
+    except BudgetError as error:
+        raise BudgetError(f"{cannot}; {error}") from error
+    if room < running:
+        raise BudgetError(
+            f"{cannot}: room for {room:,} tokens, and a request that runs has {running - 1:,}; "
+            "wait until it has ended, or pass more"
+        )
+    return room

@@ -1,0 +1,170 @@
+"""What arrays of steps will take on a device: prompts in whole steps, then token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache, cached_property
+from typing import Any
+
+import numpy as np
+
+from quire.config import LoadConfig
+from quire.models.active import truncated
+from quire.models.loader import EMBEDDING, EXPERTS, MIXER, NETWORK, OUTPUT, Kit, Part
+from quire.models.registry import build_model
+from quire.ops import Ops
+from quire.ops.cpu import CpuOps
+from quire.placement.arena import Arena, Trace, block_bytes, peak_bytes
+from quire.placement.kernels import Kernels, Step
+from quire.placement.rehearsal import RehearsedLoader, RehearsedOps
+from quire.weights.file import WeightFile
+
+PROMPT = 512
+"""Tokens of a step, at most; that of the engine's scheduler."""
+_SLACK = {"cuda": 32 << 20}
+"""What torch takes besides, in the pieces in which it asks for memory."""
+
+
+class _Anywhere(dict[int, tuple[int, int]]):
+    """Offsets of pages that are not there."""
+
+    def __missing__(self, layer: int) -> tuple[int, int]:
+        return 0, 0
+
+
+class _Pages:
+    """One group's memory in a step that does not take place."""
+
+    pages = None
+    offsets = _Anywhere()
+
+
+class Rehearsal:
+    """The steps of a model, noted part by part."""
+
+    def __init__(self, file: WeightFile, ops: Ops, settings: LoadConfig, kernels: Kernels | None):
+        seen = truncated(file, settings.n_layer_exit, settings.moe_n_expert)
+        self._ops = RehearsedOps(ops, kernels)
+        check: Any = RehearsedLoader(seen, self._ops, settings.quantize)  # type: ignore[arg-type]
+        rehearsed: Any = self._ops
+        self._vectors: dict[Part, list[int]] = {}
+        kit = Kit(rehearsed, check, settings.type_k, settings.type_v, self._noting(rehearsed))
+        self.model: Any = build_model(seen, kit)
+        self._note_vectors(None)
+        context = settings.n_ctx or self.model.n_ctx_train
+        self.steps = [Step(min(PROMPT, context), 1, context)]
+        for at in range(128, context, 128):  # what attention joins grows with the context
+            self.steps.append(Step(1, settings.n_parallel, at))
+        self.steps = [self.steps[0], *self.steps[1:][:: max(len(self.steps) // 64, 1)]]
+        self.steps.append(Step(1, settings.n_parallel, context))
+
+    def _noting(self, rehearsed: Any) -> Any:
+        """Vectors are noted with the part that asks for them."""
+        self._part: Part | None = None
+
+        def place(part: Part) -> Any:
+            self._note_vectors(part)
+            return "", rehearsed
+
+        return place
+
+    def _note_vectors(self, part: Part | None) -> None:
+        events = self._ops.noted()
+        gone = {key for key, floats in events if not floats}
+        sizes = [block_bytes(floats) for key, floats in events if key not in gone]
+        if self._part is not None:
+            self._vectors.setdefault(self._part, []).extend(sizes)
+        self._part = part
+
+    def vectors(self, parts: frozenset[Part]) -> int:
+        """Bytes of vectors that stay."""
+        return sum(sum(self._vectors.get(part, ())) for part in parts)
+
+    def around(self, step: Step, parts: frozenset[Part]) -> Trace:
+        """What is there while layers run: x, and a table for each rope of the mixers here."""
+        n = step.tokens * step.sequences
+        mixers = [self.model.layers[part.layer][0] for part in parts if part.kind == MIXER]
+        ropes = {id(mixer.rope) for mixer in mixers if mixer.rope is not None}
+        tables = tuple((-2 - i, n * self._rotated) for i in range(len(ropes)))
+        body = any(part.kind != OUTPUT for part in parts)
+        return (((-1, n * self._width),) if body else ()) + tables
+
+    def fold(self, step: Step, parts: frozenset[Part]) -> Trace:
+        """What it takes to fold the full logs of all layers here, which is done at once."""
+        mixers = (self.model.layers[part.layer][0] for part in sorted(parts) if part.kind == MIXER)
+        layers = [mixer.recurrent for mixer in mixers if mixer.rope is None]
+        self._ops.noted()
+        self._ops.fold_logs(layers, step.sequences)
+        return self._ops.noted()
+
+    @cached_property
+    def traces(self) -> list[dict[Part, Trace]]:
+        """For each step what each part takes."""
+        return [self._run(step) for step in self.steps]
+
+    def _run(self, step: Step) -> dict[Part, Trace]:
+        ops, model = self._ops, self.model
+        ops.step = step
+        n = step.tokens * step.sequences
+        ids = np.zeros(n, np.int32)
+        ops.noted()
+        found: dict[Part, Trace] = {}
+        x = model._enter.embed(model._embedding, ids)
+        found[Part(EMBEDDING)] = ops.noted()[1:] if ops._kernels else ()
+        table = ops.rope_table(None, ids)
+        ops.noted()
+        for i, (mixer, network) in enumerate(model.layers):
+            mixer.add_to(x, _Pages(), table)
+            found[Part(MIXER, i)] = ops.noted()
+            if network is not None:
+                network.add_to(x)
+                trace = ops.noted()
+                for part in (Part(NETWORK, i), Part(EXPERTS, i)):
+                    if part in model.part_bytes:
+                        found[part] = trace
+        rows = ops.take_rows(x, np.zeros(step.sequences, np.int32))
+        logits = model.logits(rows)
+        if k := ops._kernels:
+            scratch = (model.n_vocab + 64 + 15) // 16 * 16 * 6
+            ops.array(np.broadcast_to(np.float32(0), (k.threads, scratch)))
+        del rows, logits
+        found[Part(OUTPUT)] = ops.noted()
+        self._width, self._rotated = x.shape[1], table.shape[1]
+        return found
+
+
+def compute_of(looks: Mapping[str, Rehearsal]) -> Callable[[str, frozenset[Part]], int]:
+    """Bytes of arrays, by kind of device and the parts that are there."""
+
+    @cache
+    def held(kind: str, parts: frozenset[Part]) -> int:
+        return _held(looks[kind], kind, parts)
+
+    return held
+
+
+def _held(look: Rehearsal, kind: str, parts: frozenset[Part]) -> int:
+    """With each different trace once: layers that are alike use the same blocks again."""
+    fixed = look.vectors(parts)
+    steps = []
+    for step, traces in zip(look.steps, look.traces, strict=True):
+        around = look.around(step, parts)
+        mine = dict.fromkeys(traces[part] for part in sorted(parts) if part in traces)
+        if step.tokens == 1:
+            mine[look.fold(step, parts)] = None
+        steps.append((around, mine, tuple((key, 0) for key, _ in around)))
+    if kind == "cpu":
+        arena = Arena()
+        for around, mine, end in steps:
+            arena.run([around, *mine, end])
+        return fixed + arena.held
+    peak = max(peak_bytes([around, *mine, end], 512) for around, mine, end in steps)
+    return fixed + peak + _SLACK.get(kind, 0)
+
+
+def rehearse(file: WeightFile, ops: Ops, kind: str, settings: LoadConfig) -> Rehearsal:
+    """The steps of a file's model on a kind of device."""
+    kernels = None
+    if isinstance(ops, CpuOps) and kind == "cpu":
+        kernels = Kernels.of(ops.cpu.isa, ops.cpu.threads, ops.cpu.exact)
+    return Rehearsal(file, ops, settings, kernels)

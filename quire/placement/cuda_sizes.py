@@ -1,0 +1,38 @@
+"""What matrices take on a GPU, where neither a GPU nor what computes on it is at hand.
+
+A test on a GPU holds these sizes against those of `quire.ops.cuda`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.ops import Refused
+from quire.ops.cpu import CpuOps
+
+_DENSE = {0: 4, 1: 2, 30: 2}
+_BLOCKS = {
+    2: (4, 32, 2), 3: (4, 32, 2), 6: (8, 32, 1), 7: (8, 32, 2), 8: (8, 32, 1), 10: (4, 16, 2),
+    11: (4, 16, 2), 12: (4, 32, 2), 13: (8, 32, 2), 14: (8, 16, 1), 20: (8, 32, 1), 23: (8, 32, 1),
+}  # fmt: skip
+"""By ggml's number of a type: bits, weights in a group, and float16 numbers of a group."""
+
+
+def packed_bytes(kind: int, rows: int, cols: int) -> int:
+    """Bytes of rows of a ggml type on a GPU."""
+    if kind in _DENSE:
+        return rows * cols * _DENSE[kind]
+    if kind not in _BLOCKS:
+        raise Refused(f"ggml type {kind} is not known on GPUs")
+    bits, group, numbers = _BLOCKS[kind]
+    unit = 256 if cols % 256 == 0 else 64
+    row = cols if bits == 8 else -(-cols // unit) * unit // 2
+    return rows * (row + cols // group * 2 * numbers)
+
+
+class DescribedCuda(CpuOps):
+    """Operations of a GPU that is only described: only sizes are asked of them."""
+
+    def packed_bytes(self, parts: Sequence[tuple[int, int, int]]) -> int:
+        """What `pack` would hold for parts of these types, rows and columns."""
+        return sum(packed_bytes(*part) for part in parts)

@@ -1,0 +1,235 @@
+"""A plan: which part of a model goes to which device, and what that takes, byte by byte."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from quire.models.loader import EMBEDDING, EXPERTS, MIXER, NETWORK, OUTPUT, Part
+from quire.placement.described import Described
+from quire.placement.facts import ModelFacts
+
+Places = Mapping[Part, int]
+"""The number of the device that each part is on; the host is the last."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is to be remembered: for how many sequences of how many tokens, with how many marks."""
+
+    n_ctx: int
+    sequences: int = 1
+    checkpoints: int = 0
+
+
+@dataclass(frozen=True)
+class DevicePlan:
+    """What goes to one device, in bytes."""
+
+    device: Described
+    parts: tuple[Part, ...]
+    weights: Mapping[str, int]
+    """By kind of part."""
+    memory: Mapping[str, int]
+    """By pool: K and V, states, logs."""
+    compute: int = 0
+    libraries: int = 0
+    graphs: int = 0
+    draft: int = 0
+    """All that a draft model takes."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        fixed = self.compute + self.libraries + self.graphs + self.draft
+        return sum(self.weights.values()) + sum(self.memory.values()) + fixed
+
+    @property
+    def left(self) -> int:
+        """Bytes of its limit that stay free; below 0 where it does not fit."""
+        return self.device.limit - self.total
+
+    @property
+    def layers(self) -> int:
+        """Layers whose mixer is here."""
+        return sum(part.kind == MIXER for part in self.parts)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For programs."""
+        return {
+            "name": self.device.name,
+            "free_bytes": self.device.free,
+            "reserve_bytes": self.device.margin,
+            "limit_bytes": self.device.limit,
+            "layers": self.layers,
+            "weights": dict(self.weights),
+            "memory": dict(self.memory),
+            "compute_bytes": self.compute,
+            "libraries_bytes": self.libraries,
+            "graphs_bytes": self.graphs,
+            "draft_bytes": self.draft,
+            "total_bytes": self.total,
+            "left_bytes": self.left,
+        }
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What a plan leaves room for, and how fast it may be."""
+
+    longest_context: int
+    """Tokens that one sequence could have, with every part where it is."""
+    most_sequences: int
+    """Sequences of the planned context that fit at once."""
+    next_gib: Mapping[str, str]
+    """What one more GiB would buy, by device."""
+    tokens_per_second: tuple[float, float, float] | None = None
+    """Of one sequence, as far as reading bounds it, by the quartiles of how fast reading was;
+    None where a device was not there to be measured."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What goes where. Made by `quire.plan`, and by `quire.load` for what it loads."""
+
+    model: ModelFacts
+    devices: tuple[DevicePlan, ...]
+    places: Places
+    load: Load
+    notes: tuple[str, ...] = ()
+    """What was changed to make it fit, and what was asked for and could not be, a line each."""
+    draft: ModelFacts | None = field(default=None, repr=False)
+    outlook: Outlook | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether no device is over its limit, nor the host with those that share its memory."""
+        return not over(self.devices)
+
+    @property
+    def n_gpu_layers(self) -> int:
+        """Layers that are not on the host as a whole; the output counts as one."""
+        host = len(self.devices) - 1
+        away = {part.layer for part, at in self.places.items() if part.layer >= 0 and at != host}
+        return len(away) + (self.places[Part(OUTPUT)] != host)
+
+    @property
+    def n_cpu_moe(self) -> int:
+        """So many first layers have their experts on the host; 0 if only those that are there."""
+        host = len(self.devices) - 1
+        return max(
+            (
+                part.layer + 1
+                for part, at in self.places.items()
+                if part.kind == EXPERTS and at == host
+                if self.places[Part(MIXER, part.layer)] != host
+            ),
+            default=0,
+        )
+
+    @property
+    def splits(self) -> int:
+        """How often activations change device on their way through the model."""
+        way = [self.places[Part(EMBEDDING)]]
+        for i in range(self.model.n_layers):
+            parts = self.model.layer_parts(i)
+            way += [self.places[part] for part in parts]
+            if Part(NETWORK, i) in parts and Part(EXPERTS, i) in parts:
+                way.append(self.places[Part(NETWORK, i)])  # back from the experts
+        way.append(self.places[Part(OUTPUT)])
+        return sum(a != b for a, b in pairwise(way))
+
+    def device_of(self, part: Part) -> str:
+        """The name of the device that a part is on."""
+        return self.devices[self.places[part]].device.name
+
+    def with_load(self, load: Load) -> Plan:
+        """The same places for other sequences."""
+        devices = [one.device for one in self.devices]
+        return lay_out(self.model, devices, self.places, load, self.notes, self.draft)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For programs."""
+        return {
+            "model": self.model.name,
+            "n_ctx": self.load.n_ctx,
+            "sequences": self.load.sequences,
+            "checkpoints": self.load.checkpoints,
+            "n_gpu_layers": self.n_gpu_layers,
+            "n_cpu_moe": self.n_cpu_moe,
+            "splits": self.splits,
+            "fits": self.fits,
+            "notes": list(self.notes),
+            "devices": [one.as_dict() for one in self.devices],
+            **({} if self.outlook is None else vars(self.outlook)),
+        }
+
+    def __str__(self) -> str:
+        from quire.placement.show import shown
+
+        return shown(self)
+
+
+def over(devices: Sequence[DevicePlan]) -> list[tuple[str, int, int]]:
+    """Devices that would be over their limits: name, need, have."""
+    found = [(one.device.name, one.total, one.device.limit) for one in devices if one.left < 0]
+    host = devices[-1]
+    shared = sum(one.total for one in devices[:-1] if one.device.unified)
+    if shared and not found and host.total + shared > host.device.limit:
+        found.append((host.device.name, host.total + shared, host.device.limit))
+    return found
+
+
+def lay_out(
+    model: ModelFacts, devices: Sequence[Described], places: Places, load: Load,
+    notes: Sequence[str] = (), draft: ModelFacts | None = None,
+) -> Plan:  # fmt: skip
+    """What each device takes when every part is where it is said to be."""
+    found = []
+    drafts = places[Part(OUTPUT)]  # a draft model is where the output is
+    for at, device in enumerate(devices):
+        here = tuple(part for part, place in places.items() if place == at)
+        extra = draft_bytes(draft, device, load) if draft and at == drafts else 0
+        found.append(DevicePlan(
+            device, here, _weights(model, device.kind, here), _memory(model, device, here, load),
+            model.compute(device.kind, frozenset(here)) if here else 0,
+            device.libraries if here else 0, device.graphs if here else 0, extra,
+        ))  # fmt: skip
+    return Plan(model, tuple(found), places, load, tuple(notes), draft)
+
+
+def _weights(model: ModelFacts, kind: str, parts: Sequence[Part]) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    alone = Part(EMBEDDING) not in parts
+    for part in parts:
+        size = model.weights(kind, part, alone)
+        sizes[part.kind] = sizes.get(part.kind, 0) + size
+    return {kind: size for kind, size in sizes.items() if size}
+
+
+def _memory(
+    model: ModelFacts, device: Described, parts: Sequence[Part], load: Load
+) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    mixers = {part.layer for part in parts if part.kind == MIXER}
+    for group in model.groups:
+        if here := len(mixers & group.layers):
+            each = group.needed(here, load.n_ctx, load.sequences, load.checkpoints)
+            names = [group.name] if len(each) == 1 else [f"{group.name} state", f"{group.name} log"]
+            for name, size in zip(names, each, strict=True):
+                sizes[name] = -(-size // device.granularity) * device.granularity
+    return sizes
+
+
+def draft_bytes(draft: ModelFacts, device: Described, load: Load) -> int:
+    """All that a draft model takes, with a sequence for each of those that it follows."""
+    parts = tuple(draft.parts[device.kind])
+    follows = Load(min(load.n_ctx, draft.n_ctx_train), load.sequences)
+    memory = _memory(draft, device, parts, follows)
+    return (
+        sum(_weights(draft, device.kind, parts).values())
+        + sum(memory.values())
+        + draft.compute(device.kind, frozenset(parts))
+    )

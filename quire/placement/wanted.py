@@ -1,0 +1,88 @@
+"""What a user asks of a plan, and what of it cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quire.errors import BudgetError, RequestError
+from quire.placement.described import Described
+from quire.placement.facts import ModelFacts
+from quire.placement.plan import Plan
+
+FLOOR = 4096
+"""A context is not made smaller than this before parts of the model leave the GPUs."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the user asks for; None is left open."""
+
+    n_ctx: int | None = None
+    sequences: int = 1
+    checkpoints: int = 0
+    n_gpu_layers: int | None = None
+    """Layers on GPUs, the output counted as one of them."""
+    n_cpu_moe: int | None = None
+    """So many first layers have their experts on the host."""
+    tensor_split: tuple[float, ...] | None = None
+    """How layers are shared out among GPUs."""
+    main_gpu: int | None = None
+    """The GPU that has the output: that with the most room, unless it is said."""
+    overrides: tuple[tuple[str, str], ...] = ()
+    """Patterns of tensors' names, and the devices these go to."""
+    kv_offload: bool = True
+    """Whether K and V, and so what reads them, may leave the host."""
+    floor: int = FLOOR
+    fit: bool = True
+    """Whether anything may be changed at all."""
+
+
+class DoesNotFit(BudgetError):
+    """No plan with what was asked for fits; `nearest` is what would."""
+
+    def __init__(self, message: str, nearest: Plan | None) -> None:
+        super().__init__(message)
+        self.nearest = nearest
+
+
+def in_order(gpus: Sequence[Described], main: int | None) -> list[int]:
+    """The GPUs as layers go through them: the last one, with the output, has the most room."""
+    order = sorted(range(len(gpus)), key=lambda at: gpus[at].limit)
+    if main is not None and main in order:
+        order.remove(main)
+        order.append(main)
+    return order
+
+
+def by_share(first: int, end: int, shares: Sequence[float]) -> list[int]:
+    """Where each GPU begins when layers are shared out in these proportions."""
+    starts, done = [], 0.0
+    for share in shares:
+        starts.append(first + round((end - first) * done / sum(shares)))
+        done += share
+    return starts
+
+
+def number_of(devices: Sequence[Described], name: str) -> int:
+    """A device by its name, as people write it: cpu, cuda:0, CUDA0."""
+    plain = name.lower().replace(":", "")
+    for at, device in enumerate(devices):
+        if plain in (device.name.replace(":", ""), device.name.removesuffix(":0")):
+            return at
+    known = ", ".join(device.name for device in devices)
+    raise RequestError(f"override_tensor names device {name!r:.80}; there are {known}")
+
+
+def check(wanted: Wanted, model: ModelFacts, gpus: int) -> None:
+    """Refuses what makes no sense for this model and so many GPUs."""
+    if wanted.n_cpu_moe and not model.has_experts:
+        raise RequestError(
+            f"n_cpu_moe is {wanted.n_cpu_moe}, but {model.name} has no experts; leave it out"
+        )
+    if wanted.tensor_split and gpus > 1 and len(wanted.tensor_split) != gpus:
+        raise RequestError(
+            f"tensor_split has {len(wanted.tensor_split)} numbers for {gpus} GPUs; give each one"
+        )
+    if wanted.main_gpu is not None and gpus and wanted.main_gpu >= gpus:
+        raise RequestError(f"main_gpu is {wanted.main_gpu}; there are {gpus} GPUs, from 0 on")

@@ -1,0 +1,177 @@
+"""Models on several devices: the same laws, equal bits within a plan, and rounding across plans."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import quire
+from quire.errors import QuireError, SessionFileError
+from quire.models.loader import EXPERTS, MIXER, OUTPUT, Part
+from tests import random_hybrids, session_kinds, tiny
+from tests.model_folders import RANDOM, TRAINED, model_folder
+from tests.session_oracle import Oracle
+from tests.session_truth import Truth
+
+IDS = [int(i) for i in np.random.default_rng(6).integers(3, 250, 40)]
+ROOM: dict[str, Any] = {"threads": 1, "memory_budget": "256MiB"}
+EXACT: dict[str, Any] = {"activations": "f32", **ROOM}
+TWO = "cpu:1,cpu:2"
+
+
+@pytest.fixture(autouse=True)
+def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def attends(path: Path) -> dict[str, Any]:
+    """K and V as floats, where there are any."""
+    with quire.load(path, **ROOM) as llm:
+        kinds = {group.kind for group in llm.model.groups}
+    return {} if kinds == {"recurrent"} else {"type_k": "f32", "type_v": "f32"}
+
+
+@pytest.mark.parametrize("name", [*TRAINED, *RANDOM])
+def test_every_plan_computes_the_same_but_for_rounding(name: str, tmp_path: Path) -> None:
+    """And a plan computes the same bits whatever comes together, on devices that promise that."""
+    path = model_folder(name, tmp_path)
+    kv = attends(path)
+    with quire.load(path, **EXACT, **kv) as whole:
+        wanted, n = whole.logits(IDS), whole.model.n_layers
+    scale = np.abs(wanted - wanted.mean(-1, keepdims=True)).max()
+    for layers in sorted({0, 1, 2, n, n + 1}):
+        for device in ("reference", TWO, "cpu:1,reference"):
+            with quire.load(path, device=device, n_gpu_layers=layers, **EXACT, **kv) as llm:
+                assert llm.plan.n_gpu_layers == layers
+                found = llm.logits(IDS)
+                assert np.abs(found - wanted).max() < 3e-5 * scale, (layers, device)
+                with llm.session() as session:  # the same bits in other batches
+                    for at, end in ((0, 23), (23, 24), (24, 40)):
+                        session.append(IDS[at:end])
+                    same = np.array_equal(session.logits(), found[-1])
+                    assert same or "reference" in device
+                llm.memory.audit()
+            assert {d.budget.used for d in llm.devices} == {0}
+
+
+class Resized(Oracle):
+    """Now and then a device gets less room, or more."""
+
+    def act(self) -> None:
+        if self.rng.random() < 0.1:
+            device = self.rng.choice(self.llm.devices)
+            fixed = device.budget.breakdown.get("weights", 0)
+            limit = fixed + int(self.rng.choice([2e4, 2e5, 6e5, 2e6]) * (0.5 + self.rng.random()))
+            self.log.append(f"resize {device.name} {limit}")
+            try:
+                self.llm.resize({device.name: limit})
+            except QuireError as error:
+                self.note(error)
+        super().act()
+
+
+@pytest.mark.parametrize("device", ["cpu:1", TWO])
+@pytest.mark.parametrize("kind", session_kinds.KINDS)
+def test_sessions_hold_what_their_tokens_say(kind: str, device: str, tmp_path: Path) -> None:
+    path = session_kinds.write(kind, tmp_path)
+    split = {"device": device, "n_gpu_layers": 2, "n_ctx": session_kinds.N_CTX, **ROOM}
+    split["memory_budget"] = "32MiB"
+    if kind == "moe":
+        split["override_tensor"] = [r"blk\.1\..*_exps=cpu"]
+    with quire.load(path, **split) as roomy:
+        assert len({device.name for device in roomy.devices}) > 1
+        truth = Truth(roomy)
+        for seed in range(2):
+            rng = random.Random(seed)
+            tokens = None if kind in ("hybrid", "recurrent") else rng.choice([112, 176, 400])
+            llm = quire.load(path, kv_cache_tokens=tokens, **split)
+            speed = rng.choice([0.0, 1e6])
+            llm.engine.room._seconds_per_token = lambda speed=speed: speed
+            Resized(llm, truth, seed, tmp_path).run(40)
+            llm.close()
+            assert {device.budget.used for device in llm.devices} == {0}
+
+
+def test_where_things_are(tmp_path: Path) -> None:
+    """Output first, then layers from the last backwards; memory is where its layer is."""
+    tiny.write(tmp_path / "m.gguf", tiny.Tiny(layers=4, tied=False))
+    with quire.load(tmp_path / "m.gguf", device=TWO, n_gpu_layers=4, **ROOM) as llm:
+        plan = llm.plan
+        assert plan.places[Part(OUTPUT)] == plan.places[Part(MIXER, 3)] == 1
+        assert plan.device_of(Part(MIXER, 0)) == "cpu" and llm.device.name == "cpu:2"
+        held = {group.name: group.layout.layers for group in llm.engine.memory.groups}
+        assert held["attention on cpu"] == (0,)
+        assert sorted(sum(held.values(), ())) == [0, 1, 2, 3]
+        for one in plan.devices:
+            device = next(d for d in llm.devices if d.name == one.device.name)
+            assert device.budget.breakdown["weights"] == sum(one.weights.values())
+        llm.generate(IDS, max_tokens=4, ignore_eos=True)
+        found = llm.memory.as_dict()
+        assert set(found["devices"]) == {"cpu", "cpu:1", "cpu:2"}
+        assert sum(d["used_bytes"] for d in found["devices"].values()) == found["used_bytes"]
+        assert str(llm.memory)
+
+
+@pytest.mark.parametrize("setting", [{"n_cpu_moe": 1}, {"override_tensor": "exps=cpu"}])
+@pytest.mark.parametrize("kind", ["moe", "shared"])
+def test_experts_on_the_host(kind: str, setting: dict[str, Any], tmp_path: Path) -> None:
+    if kind == "moe":
+        path = session_kinds.write("moe", tmp_path)
+    else:
+        config = random_hybrids.settings("Qwen3_5Moe")
+        path = random_hybrids.write(tmp_path / "m", config, random_hybrids.tensors(config))
+    with quire.load(path, **EXACT) as whole:
+        wanted = whole.logits(IDS)
+    split = {"device": "cpu:1", "n_gpu_layers": 99, **setting, **EXACT}
+    with quire.load(path, **split) as llm:
+        assert llm.plan.device_of(Part(EXPERTS, 0)) == "cpu"
+        assert llm.plan.device_of(Part(MIXER, 0)) == "cpu:1"
+        found = llm.logits(IDS)
+        assert np.abs(found - wanted).max() < 2e-3 * np.abs(wanted).max()
+        tokens = llm.generate(IDS, max_tokens=12, ignore_eos=True).token_ids
+        for way in ("ngram", "lookahead", "early-exit"):
+            made = llm.generate(IDS, max_tokens=12, ignore_eos=True, speculate=way)
+            assert made.token_ids == tokens
+
+
+def test_saved_sessions_and_drafts(tmp_path: Path) -> None:
+    """A file goes on with the same bits under the same plan, and is refused under another."""
+    path = session_kinds.write("hybrid", tmp_path)
+    split = {"device": "cpu:1", **ROOM}
+    file = tmp_path / "s.quire"
+    with quire.load(path, n_gpu_layers=3, **split) as llm:
+        session = llm.session()
+        session.append(IDS)
+        mark = session.checkpoint()
+        tokens = session.generate(max_tokens=6, ignore_eos=True).token_ids
+        session.rewind(mark)
+        session.save(file)
+        wanted = session.logits()
+        with quire.load(path, beside=llm, threads=1) as draft:
+            made = llm.generate(IDS, max_tokens=6, ignore_eos=True, speculate=draft)
+            assert made.token_ids == tokens and made.speculation.drafted > 0
+    with quire.load(path, n_gpu_layers=3, **split) as llm:
+        session = llm.open(file)
+        assert session.exact and np.array_equal(session.logits(), wanted)
+        assert session.generate(max_tokens=6, ignore_eos=True).token_ids == tokens
+    for other in (2, 0):
+        with quire.load(path, n_gpu_layers=other, **split) as llm:
+            with pytest.raises(SessionFileError):
+                llm.open(file)
+            llm.memory.audit()
+
+
+def test_layers_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
+    tiny.write(tmp_path / "m.gguf", tiny.Tiny())
+    with quire.load(tmp_path / "m.gguf", n_gpu_layers=99, device="cpu", **ROOM) as llm:
+        assert llm.plan.notes == ("n_gpu_layers=99: there is no GPU, so all layers are on the CPU",)
+        assert llm.device.name == "cpu"
