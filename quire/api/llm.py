@@ -140,8 +140,7 @@ class LLM(Generating):
     def _close(self) -> None:
         if not self.engine.closed:
             self.loop.close()
-            self.model.close()
-            self.ops.trim()
+            self.engine.runner.close()
             self.budget.release(self.model.weight_bytes, "weights")
 
     def __repr__(self) -> str:

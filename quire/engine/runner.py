@@ -50,6 +50,12 @@ class Runner:
         self.drafted: DraftedInStep | None = None  # how drafts within the last such step went
         self.steps = device.steps(model)  # where the device runs whole steps by itself
 
+    def close(self) -> None:
+        """Lets go of the weights, of what the device keeps for steps, and of its arrays."""
+        self.steps = None
+        self.model.close()
+        self.ops.trim()
+
     @property
     def seconds_per_token(self) -> float:
         """Of a prompt; 0 before one was computed."""
