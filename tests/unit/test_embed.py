@@ -19,7 +19,7 @@ from tests.model_folders import model_folder
 from tests.safetensors_writer import file_bytes
 
 SHAPE = tiny.Tiny(arch="qwen3", context=2048, tied=False, quantized=False)
-TEXTS = ["one", "two two", "three " * 200, "f", "five five " * 40]
+TEXTS = ["one", "two two", "three " * 90, "f", "five five " * 10]
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +45,9 @@ def nothing_stays(llm: quire.LLM) -> Iterator[None]:
 
 def test_vectors_are_what_logits_are_made_of(llm: quire.LLM) -> None:
     weights = tiny.weights(SHAPE)
-    output = weights["output.weight"].astype(np.float64)
-    for text in TEXTS:
-        hidden = tiny.forward(SHAPE, weights, llm.encode(text)) @ np.linalg.pinv(output).T
+    back = np.linalg.pinv(weights["output.weight"].astype(np.float64)).T
+    for text in ("one", "three " * 30, "f"):
+        hidden = tiny.forward(SHAPE, weights, llm.encode(text)) @ back
         means = {"last": hidden[-1], "cls": hidden[0], "mean": hidden.mean(axis=0)}
         for pooling, expected in means.items():
             (vector,) = llm.embed(text, pooling, normalize=False)
