@@ -202,9 +202,8 @@ class LLM(Generating):
     def _close(self) -> None:
         if not self.engine.closed:
             self.loop.close()
-            self.model.close()
+            self.engine.runner.close()
             for device, size in self._weights.items():
-                device.ops.trim()
                 device.budget.release(size, "weights")
 
     def __repr__(self) -> str:

@@ -55,6 +55,13 @@ class Runner:
         # Where a device that has all of the model runs whole steps by itself.
         self.steps = None if len(devices) > 1 else self.device.steps(model)
 
+    def close(self) -> None:
+        """Lets go of the weights, of what the device keeps for steps, and of its arrays."""
+        self.steps = None
+        self.model.close()
+        for device in self.devices:
+            device.ops.trim()
+
     @property
     def seconds_per_token(self) -> float:
         """Of a prompt; 0 before one was computed."""

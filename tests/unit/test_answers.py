@@ -166,7 +166,7 @@ def cut_texts(draw: st.DrawFn) -> tuple[str, list[str]]:
     return name, [text[a:b] for a, b in itertools.pairwise(edges)]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(cut_texts())
 def test_any_cutting_gives_the_same(sample: tuple[str, list[str]]) -> None:
     name, pieces = sample

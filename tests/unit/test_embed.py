@@ -15,10 +15,11 @@ import pytest
 import quire
 from quire.errors import BudgetError, ContextError, ModelError, RequestError
 from tests import tiny
+from tests.model_folders import model_folder
 from tests.safetensors_writer import file_bytes
 
 SHAPE = tiny.Tiny(arch="qwen3", context=2048, tied=False, quantized=False)
-TEXTS = ["one", "two two", "three " * 200, "f", "five five " * 40]
+TEXTS = ["one", "two two", "three " * 90, "f", "five five " * 10]
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +45,9 @@ def nothing_stays(llm: quire.LLM) -> Iterator[None]:
 
 def test_vectors_are_what_logits_are_made_of(llm: quire.LLM) -> None:
     weights = tiny.weights(SHAPE)
-    output = weights["output.weight"].astype(np.float64)
-    for text in TEXTS:
-        hidden = tiny.forward(SHAPE, weights, llm.encode(text)) @ np.linalg.pinv(output).T
+    back = np.linalg.pinv(weights["output.weight"].astype(np.float64)).T
+    for text in ("one", "three " * 30, "f"):
+        hidden = tiny.forward(SHAPE, weights, llm.encode(text)) @ back
         means = {"last": hidden[-1], "cls": hidden[0], "mean": hidden.mean(axis=0)}
         for pooling, expected in means.items():
             (vector,) = llm.embed(text, pooling, normalize=False)
@@ -141,3 +142,16 @@ def test_a_folder_that_makes_vectors_is_stored_without_an_output(tmp_path: Path)
     with quire.load(DENSE) as whole, quire.load(bare) as loaded:
         assert (whole.pooling, loaded.pooling) == ("last", "mean")
         np.testing.assert_array_equal(loaded.embed(ids), whole.embed(ids, "mean"))
+
+
+@pytest.mark.parametrize("name", ["tiny-window", "tiny-recurrent", "tiny-hybrid", "tiny-moe"])
+def test_every_kind_of_memory(tmp_path: Path, name: str) -> None:
+    rng = np.random.default_rng(8)
+    texts = [rng.integers(3, 300, n).tolist() for n in (3, 700, 40, 1)]
+    with quire.load(model_folder(name, tmp_path)) as loaded:
+        together = loaded.embed(texts, "mean")
+        for text, vector in zip(texts, together, strict=True):
+            np.testing.assert_array_equal(loaded.embed([text], "mean")[0], vector)
+        loaded.memory.audit()
+        stats = loaded.memory.as_dict()["stats"]
+        assert not any(figures["pages_used"] for figures in stats.values())

@@ -285,7 +285,7 @@ def test_odd_arguments_of_load_are_refused(path: Path, named: dict[str, int]) ->
 
 def test_closing_gives_weights_and_pages_back_at_once(tmp_path: Path) -> None:
     path = tmp_path / "large.gguf"
-    shape = tiny.Tiny(width=512, heads=8, kv_heads=8, head_dim=64, ffn=4096, layers=4, context=4096)
+    shape = tiny.Tiny(width=512, heads=8, kv_heads=8, head_dim=64, ffn=2048, layers=4, context=4096)
     tiny.write(path, shape)
     with quire.load(path) as warm:  # threads, libraries and tables that stay
         warm.generate("hello", max_tokens=2)
@@ -301,8 +301,8 @@ def test_closing_gives_weights_and_pages_back_at_once(tmp_path: Path) -> None:
         held = llm.memory.uses
         llm.close()
         left = process_memory() - before
-        assert weights > 24 << 20 and loaded > weights == held["weights"]
-        assert left < 6 << 20, f"{left:,} of {loaded:,} bytes are left"
+        assert weights > 16 << 20 and loaded > weights == held["weights"]
+        assert left < 5 << 20, f"{left:,} of {loaded:,} bytes are left"
         uses = llm.memory.uses
         assert set(uses) == {"interpreter, libraries, vocabulary"}
         assert session is not None and llm.memory.as_dict()["used_bytes"] == 0
