@@ -61,6 +61,8 @@ class LoadConfig:
     n_layer_exit: int | None = None
     activations: Literal["int8", "f32"] = "int8"
     quantize: Literal["q8_0", "q4_0"] | None = None
+    exact_batches: bool = True
+    """Bits that depend on nothing but the tokens; False lets GPUs compute prompts faster."""
 
     def __post_init__(self) -> None:
         for name in ("n_ctx", "threads", "kv_cache_tokens", "moe_n_expert", "n_layer_exit",
@@ -71,7 +73,7 @@ class LoadConfig:
         for name in ("device", "type_k", "type_v", "activations"):
             if not isinstance(getattr(self, name), str):
                 raise RequestError(f"{name} is a text, not {getattr(self, name)!r:.80}")
-        for name in ("kv_cache_demand_paged", "swa_full", "kv_offload", "fit"):
+        for name in ("kv_cache_demand_paged", "swa_full", "kv_offload", "fit", "exact_batches"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} is True or False, not {getattr(self, name)!r:.80}")
         for name in ("swap_space", "quantize", "memory_budget"):

@@ -168,6 +168,8 @@ class Completion:
     """What a chat model thought before it answered; not part of the text."""
     tool_calls: tuple[ToolCall, ...] = ()
     """The tools that a chat model calls; not part of the text."""
+    exact_batches: bool = True
+    """Whether its bits depend on nothing but its tokens: see `quire.load`."""
 
     def __repr__(self) -> str:
         calls = f", calls {', '.join(call.name for call in self.tool_calls)}"

@@ -169,10 +169,6 @@ class World:
         twin = Shadow(session, list(like.options), like.salt, like.shared, dict(like.marks))
         self.shadows.append(twin)
 
-    def is_gone(self, kept: Kept) -> bool:
-        """Whether no session has a mark any more."""
-        return all(kept not in shadow.marks.values() for shadow in self.shadows)
-
     # -- the end ----------------------------------------------------------------------------------
 
     def end(self) -> None:

@@ -75,7 +75,7 @@ def device_of(one: Described, settings: LoadConfig, budget: Budget) -> Device:
     if one.kind == "cuda":
         from quire.devices.cuda import CudaDevice
 
-        return CudaDevice(budget, index=_index(one.name))
+        return CudaDevice(budget, index=_index(one.name), exact_batches=settings.exact_batches)
     if one.kind == "reference":
         from quire.devices.reference import ReferenceDevice
 

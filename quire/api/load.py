@@ -40,6 +40,7 @@ def load(
     n_layer_exit: int | None = None,
     activations: Literal["int8", "f32"] = "int8",
     quantize: Literal["q8_0", "q4_0"] | None = None,
+    exact_batches: bool = True,
     progress: ProgressFn | None = None,
     beside: LLM | None = None,
     **unknown: Never,
@@ -72,6 +73,8 @@ def load(
     n_layer_exit: stop after so many layers.
     activations: "f32" computes exactly and more slowly.
     quantize: turns 16-bit and 32-bit matrices into "q8_0" or "q4_0" while they are loaded.
+    exact_batches: bits depend on nothing but the tokens, whoever is computed beside them; False
+        lets GPUs compute prompts faster, and `Completion.exact_batches` says so.
     progress: called with the bytes that are loaded and all bytes.
     beside: a loaded model; this one takes its memory from the same budget, and may draft for it.
     """
@@ -92,6 +95,7 @@ def load(
         kv_cache_demand_paged=kv_cache_demand_paged, page_tokens=page_tokens, type_k=type_k,
         type_v=type_v, swa_full=swa_full, swap_space=swap_space, moe_n_expert=moe_n_expert,
         n_layer_exit=n_layer_exit, activations=activations, quantize=quantize,
+        exact_batches=exact_batches,
     )  # fmt: skip
     path = pull.resolve(str(model), config.cache_folder(), progress)
     budget = Share(beside.budget.whole, path.name) if beside else None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from quire.api.arguments import check_salt, constraint_of, sampling_of, stops_of
 from quire.api.texts import Prompt, Texts
+from quire.config import LoadConfig
 from quire.engine.constrain import Matcher
 from quire.engine.drafter import Speculator
 from quire.engine.engine import Engine
@@ -54,6 +55,7 @@ class Requests(Texts):
     loop: Loop
     load_s: float
     active: ActiveSize
+    settings: LoadConfig
 
     def session(self, cache_salt: str = "") -> Session:
         """An empty session."""
@@ -134,6 +136,7 @@ class Requests(Texts):
                 experts=self.active.experts,
             ),
             speculation=job.sequence.speculation,
+            exact_batches=self.settings.exact_batches,
         )
 
     def speculator(self, speculate: Speculate) -> Speculator | None:

@@ -21,7 +21,8 @@ _FLAGS = {
     "kv_cache_tokens": "--kv-cache-tokens", "kv_cache_demand_paged": "--kv-cache-demand-paged",
     "page_tokens": "--page-tokens", "type_k": "-ctk", "type_v": "-ctv", "swa_full": "--swa-full",
     "swap_space": "--swap-space", "moe_n_expert": "--moe-n-expert",
-    "n_layer_exit": "--n-layer-exit", "cache_salt": "--cache-salt",
+    "n_layer_exit": "--n-layer-exit", "exact_batches": "--exact-batches",
+    "cache_salt": "--cache-salt",
 }  # fmt: skip
 _WORDS = {
     name: f"--{name}"

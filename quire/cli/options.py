@@ -94,6 +94,9 @@ _MODEL = [
                  type=click.Choice(["int8", "f32"]), help="f32 is exact and slower."),
     click.option("--quantize", type=click.Choice(["q8_0", "q4_0"]),
                  help="Turn matrices of 16 or 32 bits into these blocks while loading."),
+    click.option("--exact-batches/--no-exact-batches", default=True, show_default=True,
+                 help="Bits that depend on nothing but the tokens; without, GPUs compute prompts "
+                 "faster."),
 ]  # fmt: skip
 
 _SAMPLING = [
@@ -203,6 +206,7 @@ def load_from(options: dict[str, Any]) -> quire.LLM:
             n_layer_exit=options.pop("n_layer_exit"),
             activations=options.pop("activations"),
             quantize=options.pop("quantize"),
+            exact_batches=options.pop("exact_batches"),
             progress=bar,
         )
     finally:

@@ -164,13 +164,14 @@ class CudaDevice(Device):
     """A GPU under a budget, with its operations."""
 
     def __init__(
-        self, budget: Budget, ops: Ops | None = None, index: int = 0, granule: int = GRANULE
-    ) -> None:
+        self, budget: Budget, ops: Ops | None = None, index: int = 0, granule: int = GRANULE,
+        exact_batches: bool = True,
+    ) -> None:  # fmt: skip
         self.machine = CudaMachine(index, granule)
         self.granularity = self.machine.granule
         self.capacity = self.machine.driver.free_bytes()[1]
         self.copier = self.machine.copier
-        super().__init__(f"cuda:{index}", budget, ops or _ops(index))
+        super().__init__(f"cuda:{index}", budget, ops or _ops(index, exact_batches))
 
     def steps(self, model: Any) -> Steps:
         return CudaSteps(self, model)
@@ -239,10 +240,12 @@ def _copier(driver: Any, index: int) -> Copier:
     return CudaCopier(driver, index)
 
 
-def _ops(index: int) -> Ops:
+def _ops(index: int, exact_batches: bool) -> Ops:
     from quire.ops.cuda import CudaOps, Machine
 
-    return cast(Ops, CudaOps(Machine(index)))
+    ops = CudaOps(Machine(index))
+    ops.exact_batches = exact_batches
+    return cast(Ops, ops)
 
 
 def _open(index: int) -> tuple[Any, Any]:
