@@ -25,6 +25,8 @@ void free_line_bytes(void* data) { _aligned_free(data); }
 
 namespace {
 
+constexpr int64_t PAGE = 64 << 10;  // the largest of any system: maps are cut at borders of pages
+
 // The first border of a huge page at or after `data`.
 char* huge_border(void* data) {
     const int64_t at = reinterpret_cast<int64_t>(data);
@@ -44,6 +46,7 @@ void advise_huge(void* data, int64_t bytes) {
 
 // What lies around a large block goes back at once, so that it shares no huge page with another.
 void* map_bytes(int64_t bytes) {
+    bytes = round_up(bytes, PAGE);
     const int64_t slack = bytes < HUGE_PAGE ? 0 : HUGE_PAGE;
     void* data = mmap(nullptr, size_t(bytes + slack), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (data == MAP_FAILED) return nullptr;
@@ -57,7 +60,8 @@ void* map_bytes(int64_t bytes) {
 
 void unmap_bytes(void* data, int64_t bytes) {
     // A map that is cut in two may be one too many for the system: then the bytes go, the addresses stay.
-    if (munmap(data, size_t(bytes)) != 0) madvise(data, size_t(bytes), MADV_DONTNEED);
+    const size_t whole = size_t(round_up(bytes, PAGE));
+    if (munmap(data, whole) != 0) madvise(data, whole, MADV_DONTNEED);
 }
 
 void* line_bytes(int64_t bytes) {
