@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PEER ?= peer/bin/python  # an interpreter with llama-cpp-python: bench/README.md says how
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard quire/ops/csrc/*)
 
-.PHONY: demo test test-all test-cuda test-kernels sanitize sanitize-cuda lint bench clean
+.PHONY: demo test test-all test-cuda test-aarch64 test-kernels sanitize sanitize-cuda lint bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/quire run "What is the capital of France? Answer in one sentence." -n 64
@@ -46,6 +46,10 @@ test-cuda:
 # There too: every kernel at small shapes under compute-sanitizer, which has to find planted faults.
 sanitize-cuda:
 	sh tests/cuda/sanitize.sh
+
+# On Debian: the operations on an emulated aarch64.
+test-aarch64: $(VENV)/installed-sanitize
+	PYTHON=$(BIN)/python sh tests/aarch64/run.sh
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check quire tests bench examples docs/make_cli.py

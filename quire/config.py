@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -198,6 +199,8 @@ def parse_bytes(size: int | str) -> int:
 
 def available_memory(root: Path = Path("/")) -> int:
     """Bytes that programs may still take without pushing others out, or reaching a limit."""
+    if sys.platform == "win32":
+        return _windows_memory()
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         for line in (root / "proc/meminfo").read_text().splitlines():
@@ -211,9 +214,20 @@ def available_memory(root: Path = Path("/")) -> int:
 
 def usable_cores(root: Path = Path("/")) -> int:
     """Cores that this process may use: those it is bound to, within its container's share."""
-    bound = len(os.sched_getaffinity(0))
+    bound = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     share = containers.cores(root)
     return bound if share is None else min(bound, share)
+
+
+def _windows_memory() -> int:
+    """The same from Windows, which fills a structure: its size, the load, then counts of bytes."""
+    import ctypes
+
+    status = (ctypes.c_uint64 * 8)()
+    ctypes.cast(status, ctypes.POINTER(ctypes.c_uint32))[0] = ctypes.sizeof(status)
+    windows: Any = ctypes
+    windows.windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(status))
+    return int(status[2])  # physical bytes that are free, behind those in all
 
 
 def process_memory() -> int:

@@ -1,16 +1,54 @@
-"""Files that are either there as a whole or not at all."""
+"""Files that are either there as a whole or not at all, and reading at a place of one."""
 
 from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from errno import EEXIST, EINVAL
 from pathlib import Path
-from typing import BinaryIO
+from threading import Lock
+from typing import Any, BinaryIO
 
 _OPEN_FILES = "/proc/self/fd"
+
+
+_SEEKING = Lock()
+
+
+def seek_and_read(descriptor: int, buffers: Sequence[Any], offset: int) -> int:
+    """`os.preadv` where the system has none; one caller at a time, since a file has one place."""
+    done = 0
+    with _SEEKING:
+        os.lseek(descriptor, offset, os.SEEK_SET)
+        for buffer in buffers:
+            view = memoryview(buffer).cast("B")
+            data = os.read(descriptor, len(view))
+            view[: len(data)] = data
+            done += len(data)
+            if len(data) < len(view):
+                break
+    return done
+
+
+def seek_and_write(descriptor: int, buffers: Sequence[Any], offset: int) -> int:
+    """`os.pwritev` where the system has none."""
+    done = 0
+    with _SEEKING:
+        os.lseek(descriptor, offset, os.SEEK_SET)
+        for buffer in buffers:
+            written = os.write(descriptor, memoryview(buffer).cast("B"))
+            done += written
+            if written < memoryview(buffer).nbytes:
+                break
+    return done
+
+
+read_at: Callable[[int, Sequence[Any], int], int] = getattr(os, "preadv", seek_and_read)
+"""Fills buffers, one behind the other, with a file's bytes from an offset on; how many came."""
+write_at: Callable[[int, Sequence[Any], int], int] = getattr(os, "pwritev", seek_and_write)
+"""The same for writing."""
 
 
 def replace_file(path: Path, write: Callable[[BinaryIO], None]) -> None:

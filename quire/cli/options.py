@@ -258,7 +258,7 @@ def _way(how: str, llm: quire.LLM, stack: ExitStack) -> Speculator | quire.LLM:
             quire.load(fetched(how), beside=llm, threads=llm.settings.threads)
         )
     except FetchError as error:
-        if name == "hf":
+        if name == "hf" or "/" in how:  # a model of the Hub: it was told why there is none
             raise
         raise RequestError(
             f"--speculate has {how!r}, which is neither one of {', '.join(NAMES)}, "

@@ -8,10 +8,9 @@ import click
 
 from quire import config
 from quire.cli.list_command import told
-from quire.cli.options import LoadBar
+from quire.cli.options import LoadBar, fetched
 from quire.convert import FORMATS, convert
 from quire.models.registry import open_weights
-from quire.weights import pull
 
 
 @click.command("quantize")
@@ -33,9 +32,10 @@ def command(model: str, output: Path, form: str, threads: int | None) -> None:  
     Q5_K, Q8_0 for Q6_K. Metadata, vocabulary and chat template are kept.
     """
     count = config.LoadConfig(threads=threads).thread_count()
+    path = fetched(model)
     bar = LoadBar(least=0, text=f"quantizing to {form}")
     try:
-        with open_weights(pull.resolve(model, config.cache_folder(), bar)) as file:
+        with open_weights(path) as file:
             made = convert(file, output, FORMATS[form.lower()], count, bar)
     finally:
         bar.close()

@@ -12,7 +12,8 @@ try:  # the module behind `signal`, whose names for numbers would cost more than
     _signal: Any = importlib.import_module("_signal")
 except ImportError:
     _signal = signal
-_SIGNALS = tuple(map(int, (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)))
+_NAMES = ("SIGINT", "SIGTERM", "SIGALRM")  # the last is not everywhere
+_SIGNALS = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(signal, name))
 _set_handler, _get_handler = _signal.signal, _signal.getsignal
 
 

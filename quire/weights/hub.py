@@ -36,8 +36,8 @@ _PAUSE_SECONDS: Final = 1.0
 
 def from_hub(name: HubName, cache: Path, progress: Progress | None) -> Path:
     """Fetches a model into the cache, or what is missing of it."""
-    hub = _library(name)
-    _check_reachable(hub, name)
+    _check_reachable(_library(name, "constants").constants, name)  # before the rest is imported
+    hub = _library(name, "errors", "utils")
     revision, files = _listing(hub, name)
     label, chosen = choose(name, files)
     try:
@@ -72,13 +72,10 @@ def _only_one(name: HubName, kept: Kept) -> Iterator[None]:
         lock.release()
 
 
-def _library(name: HubName) -> Any:
+def _library(name: HubName, *parts: str) -> Any:
+    """The Hub's library with these parts of it, which are not there until they are asked for."""
     try:
-        for part in (
-            "constants",
-            "errors",
-            "utils",
-        ):  # which are not there until they are asked for
+        for part in parts:
             importlib.import_module(f"huggingface_hub.{part}")
         return importlib.import_module("huggingface_hub")
     except ImportError as error:
@@ -88,9 +85,8 @@ def _library(name: HubName) -> Any:
         ) from error
 
 
-def _check_reachable(hub: Any, name: HubName) -> None:
+def _check_reachable(constants: Any, name: HubName) -> None:
     """Says quickly that there is no network: the Hub's library tries for a long while."""
-    constants = hub.constants
     if constants.HF_HUB_OFFLINE:
         raise FetchError(f"{name} is not here, and HF_HUB_OFFLINE forbids to fetch it")
     url = urlsplit(constants.ENDPOINT)

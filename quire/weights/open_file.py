@@ -15,8 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import FileError
+from quire.files import read_at
 
 _AT_ONCE = 1 << 30
+# Of which Windows has only the second: otherwise it would take some bytes for ends of lines.
+_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 _SPARE = 4
 _SPARE_BYTES = 1 << 24  # larger ones are not kept
 
@@ -44,7 +47,7 @@ class OpenFile:
         self.size = found.st_size
 
     def _open(self, path: Path) -> os.stat_result:
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._descriptor = os.open(path, os.O_RDONLY | _FLAGS)
         return os.fstat(self._descriptor)
 
     def read(self, offset: int, nbytes: int, what: str) -> NDArray[np.uint8]:
@@ -55,7 +58,7 @@ class OpenFile:
         done = 0
         while done < nbytes:
             try:
-                got = os.preadv(self._descriptor, [view[done : done + _AT_ONCE]], offset + done)
+                got = read_at(self._descriptor, [view[done : done + _AT_ONCE]], offset + done)
             except OSError as failure:
                 raise self._error(f"{self.path}: {what}: {failure.strerror}") from failure
             if got == 0:

@@ -40,7 +40,7 @@ main(prog_name="quire")
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "tiny.gguf"
-    tiny.write(path, tiny.Tiny(tied=False, head_dim=32, width=128, context=512))
+    tiny.write(path, tiny.Tiny(tied=False, head_dim=32, width=128, context=1024))
     return path
 
 
@@ -51,6 +51,8 @@ def here(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     monkeypatch.setattr(pull, "resolve", lambda name, *a, **k: real(str(model), *a, **k))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "person.json").write_text(SCHEMA)
+    (tmp_path / "before.json").write_text('{"model": "m", "figures": []}')
+    (tmp_path / "text.txt").write_text("It was a dark and stormy night. " * 40)
     yield tmp_path
 
 

@@ -10,7 +10,6 @@ quicker to fetch pages back or to compute them again.
 
 from __future__ import annotations
 
-import os
 import tempfile
 from abc import ABC, abstractmethod
 from collections import deque
@@ -25,6 +24,7 @@ from numpy.typing import NDArray
 
 from quire.devices.device import Ids
 from quire.errors import TierError
+from quire.files import read_at, write_at
 from quire.memory.pages.pool import PagePool
 
 Bytes = NDArray[np.uint8]
@@ -163,7 +163,7 @@ class DiskTier(Tier):
         offset = self._take(n_bytes)
         try:
             with self.writing.measure(n_bytes):
-                self._move(os.pwritev, pages, offset)
+                self._move(write_at, pages, offset)
         except OSError as error:
             self._give(offset, n_bytes)
             raise TierError(
@@ -176,7 +176,7 @@ class DiskTier(Tier):
         """Reads pages from where they were stored."""
         try:
             with self.reading.measure(n_bytes):
-                self._move(os.preadv, pages, offset)
+                self._move(read_at, pages, offset)
         except OSError as error:
             raise TierError(f"{self.name} in {self._folder} cannot be read: {error}") from error
 

@@ -1,12 +1,9 @@
 #include "arena.h"
 
-#include <sys/mman.h>
-
-#include <cstdlib>
 #include <new>
 
-#include "huge_page.h"
 #include "sanitized.h"
+#include "system_memory.h"
 
 namespace quire {
 namespace {
@@ -15,30 +12,12 @@ constexpr int64_t MOST = int64_t(1) << 46;  // bytes of one block
 constexpr int64_t MOST_KEPT = SANITIZED ? -1 : 128 << 20;
 constexpr int64_t MAPPED = SANITIZED ? MOST + 1 : 64 << 10;  // smaller blocks are few, and the allocator's
 
-// A large block begins at a huge page's border, and shares no huge page with another.
-void* map(int64_t bytes) {
-    const int64_t slack = bytes < HUGE_PAGE ? 0 : HUGE_PAGE;
-    void* data = mmap(nullptr, size_t(bytes + slack), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (data == MAP_FAILED) return nullptr;
-    if (slack == 0) return data;
-    char *const start = static_cast<char*>(data), *const block = huge_border(data), *const end = block + bytes;
-    if (block > start) munmap(start, size_t(block - start));
-    if (start + bytes + slack > end) munmap(end, size_t(start + bytes + slack - end));
-    advise_huge(block, bytes / HUGE_PAGE * HUGE_PAGE);
-    return block;
-}
-
 // Null where there is none.
-void* from_system(int64_t bytes) {
-    if (bytes >= MAPPED) return map(bytes);
-    void* data = nullptr;
-    return posix_memalign(&data, 64, size_t(bytes)) == 0 ? data : nullptr;
-}
+void* from_system(int64_t bytes) { return bytes >= MAPPED ? map_bytes(bytes) : line_bytes(bytes); }
 
 void to_system(void* data, int64_t bytes) {
-    if (bytes < MAPPED) std::free(data);
-    // A map that is cut in two may be one too many for the system: then the bytes go, the addresses stay.
-    else if (munmap(data, size_t(bytes)) != 0) madvise(data, size_t(bytes), MADV_DONTNEED);
+    if (bytes < MAPPED) free_line_bytes(data);
+    else unmap_bytes(data, bytes);
 }
 
 }  // namespace

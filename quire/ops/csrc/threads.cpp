@@ -1,11 +1,16 @@
 #include "threads.h"
 
+#if defined(__linux__)
 #include <linux/futex.h>
-#include <pthread.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#endif
+#if !defined(_WIN32)
+#include <pthread.h>
+#endif
 
 #include <climits>
+#include <new>
 #include <stdexcept>
 #include <system_error>
 #include <utility>
@@ -22,10 +27,14 @@ constexpr int SPINS = 2000;  // some 35 µs: the gap between two operations of a
 inline void pause() {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("isb");  // waits about as long; `yield` does nothing on most of them
 #else
     std::this_thread::yield();
 #endif
 }
+
+#if defined(__linux__)
 
 void futex_wait(std::atomic<uint32_t>& word, uint32_t expected) {
     syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, expected, nullptr, nullptr, 0);
@@ -35,11 +44,20 @@ void futex_wake(std::atomic<uint32_t>& word) {
     syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
 }
 
+#else
+
+void futex_wait(std::atomic<uint32_t>& word, uint32_t expected) { word.wait(expected); }
+void futex_wake(std::atomic<uint32_t>& word) { word.notify_all(); }
+
+#endif
+
 std::atomic<uint32_t> forks{0};
 
 uint32_t count_forks() {
+#if !defined(_WIN32)
     static const int watched = pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1); });
     if (watched != 0) throw std::bad_alloc();
+#endif
     return forks.load();
 }
 

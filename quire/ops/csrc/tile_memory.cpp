@@ -1,33 +1,25 @@
 #include "tile_memory.h"
 
-#include <sys/mman.h>
-
-#include <cstdlib>
 #include <cstring>
 #include <new>
 
-#include "huge_page.h"
 #include "sanitized.h"
+#include "system_memory.h"
 
 namespace quire {
 namespace {
 
 constexpr int64_t CHUNK = 16 * HUGE_PAGE;
 
-// Zeroed bytes that begin at a huge page's border.
 std::shared_ptr<void> map(int64_t bytes) {
     if constexpr (SANITIZED) {
-        void* data = nullptr;
-        if (posix_memalign(&data, 64, size_t(bytes)) != 0) throw std::bad_alloc();
-        return {std::memset(data, 0, size_t(bytes)), std::free};
+        void* data = line_bytes(bytes);
+        if (!data) throw std::bad_alloc();
+        return {std::memset(data, 0, size_t(bytes)), free_line_bytes};
     }
-    const size_t size = size_t(bytes + HUGE_PAGE);
-    void* data = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (data == MAP_FAILED) throw std::bad_alloc();
-    const std::shared_ptr<void> whole(data, [size](void* p) { munmap(p, size); });
-    void* aligned = huge_border(data);
-    advise_huge(aligned, bytes);
-    return {whole, aligned};
+    void* data = map_bytes(bytes);
+    if (!data) throw std::bad_alloc();
+    return {data, [bytes](void* p) { unmap_bytes(p, bytes); }};
 }
 
 }  // namespace
