@@ -114,6 +114,11 @@ class Slices:
     bias: torch.Tensor | None
     into: bool
 
+    @property
+    def fused(self) -> bool:
+        """Whether the kernel that prepares rows can add them."""
+        return self.parts.shape[2] % 4 == 0 and not self.x.fine
+
     def arguments(self, values: torch.Tensor, out: torch.Tensor) -> _Join:
         """How kernels are told of it: `values` is what it is added to."""
         slices, _, rows = self.parts.shape

@@ -99,9 +99,10 @@ class Multiplying(Arrays):
             )  # fmt: skip
             return Prepared(values, scales, n, fine)
         joined, total = None, None
-        if isinstance(x.pending, Slices) and not (act or fine or kind is torch.float32):
+        left = x.pending
+        if isinstance(left, Slices) and left.fused and not (act or fine or kind is torch.float32):
             total = self.machine.empty(*x.shape)
-            joined = x.pending.arguments(x.base, total)
+            joined = left.arguments(x.base, total)
         rows = x.values if joined is None else x.base
         launch.prepare(self.machine, rows, norm, eps, act, fine, values, scales, joined)
         if total is not None:

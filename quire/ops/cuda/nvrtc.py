@@ -1,6 +1,6 @@
 """CUDA C++ compiled when it is first needed, by the compiler that comes with torch, and launched.
 
-What was compiled is kept in Triton's cache folder, by its source and architecture. Every launch
+What was compiled is kept beside Triton's kernels, by its source and architecture. Every launch
 lets the kernel start before the one ahead of it ends: kernels wait where they must.
 """
 
@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 import sysconfig
-import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from triton import knobs
+from triton.runtime.cache import get_cache_manager
 
 from quire.ops.cuda.driver import call
 
@@ -97,27 +96,16 @@ def compile_source(source: str, architecture: str, defines: dict[str, object]) -
         library.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-def _folder() -> Path:
-    """Beside what Triton compiles."""
-    return Path(knobs.cache.dir) / "quire"
-
-
 def compiled(names: Sequence[str], architecture: str, defines: dict[str, object]) -> bytes:
-    """The same, from the cache if it was compiled before."""
+    """The same, from Triton's cache if it was compiled before."""
     source = source_of(names)
     key = hashlib.sha256(repr((source, architecture, sorted(defines.items()))).encode())
-    path = _folder() / f"{names[-1]}-{architecture}-{key.hexdigest()[:32]}.cubin"
-    try:
-        return path.read_bytes()
-    except OSError:
-        code = compile_source(source, architecture, defines)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(code)
-        os.replace(file.name, path)
-    except OSError:
-        pass  # a folder that cannot be written: compiled again next time
+    cache, name = get_cache_manager(key.hexdigest()), f"{names[-1]}-{architecture}.cubin"
+    if (kept := cache.get_file(name)) is not None:
+        return Path(kept).read_bytes()
+    code = compile_source(source, architecture, defines)
+    with suppress(OSError):  # a folder that cannot be written: compiled again next time
+        cache.put(code, name, binary=True)
     return code
 
 
