@@ -131,8 +131,11 @@ _EARLY = _Attribute(_OVERLAP, 0, (ctypes.c_int * 16)(1))
 class Kernel:
     """One kernel on one GPU."""
 
-    def __init__(self, module: ctypes.c_void_p, name: str, threads: int, most_shared: int) -> None:
+    def __init__(
+        self, module: ctypes.c_void_p, name: str, threads: int, most_shared: int, early: bool
+    ) -> None:
         self.threads = threads
+        self._early = early
         self._function = ctypes.c_void_p()
         call("cuModuleGetFunction", ctypes.byref(self._function), module, name.encode())
         own = ctypes.c_int()  # what it declares itself comes on top of what it is given
@@ -160,7 +163,7 @@ class Kernel:
         """Queues it; `arguments` is the one structure that it takes."""
         how = _Launch(
             (ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(self.threads, 1, 1), shared, stream,
-            ctypes.pointer(_EARLY), 1,
+            ctypes.pointer(_EARLY), int(self._early),
         )  # fmt: skip
         given = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
         call("cuLaunchKernelEx", ctypes.byref(how), self._function, given, None)
@@ -175,6 +178,7 @@ class Native:
         self.processors = int(found.multi_processor_count)
         self.most_shared = int(found.shared_memory_per_block_optin)
         self.architecture = f"sm_{found.major}{found.minor}"
+        self._early = found.major >= 9  # older ones know no early start
         self._kernels: dict[tuple[Any, ...], Kernel] = {}
         self._modules: dict[tuple[Any, ...], ctypes.c_void_p] = {}
 
@@ -189,7 +193,7 @@ class Native:
                 call("cuModuleLoadData", ctypes.byref(module), code)
                 self._modules[module_key] = module
             module = self._modules[module_key]
-            self._kernels[key] = Kernel(module, name, threads, self.most_shared)
+            self._kernels[key] = Kernel(module, name, threads, self.most_shared, self._early)
         return self._kernels[key]
 
     @property
