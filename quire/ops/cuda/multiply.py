@@ -26,6 +26,8 @@ try:
     from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # an older Triton: kernels compute addresses themselves
     TensorDescriptor = None
+_WIDE_SUMS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
+"""Whether torch multiplies 16 bits into float32."""
 MULTIPLY = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
@@ -173,7 +175,8 @@ class Multiplying(Arrays):
 
     def _library(self, x: Prepared, w: Segment, to: Sum) -> bool:
         """By torch's product, if it has this one."""
-        if self.machine.interpreted or x.fine or w.format.dtype is torch.float32 or w.first:
+        narrow = w.format.dtype is not torch.float32 and not w.first
+        if self.machine.interpreted or x.fine or not (narrow and _WIDE_SUMS):
             return False
         weights, plain = w.q.T, not x.scaled and to.bias is None
         if plain and to.into and to.out.is_contiguous():
