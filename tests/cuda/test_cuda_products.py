@@ -57,7 +57,7 @@ def test_every_type(kind: GGMLType) -> None:
     assert (w.rows, w.cols) == (70, cols)
     assert w.nbytes == cuda().packed_bytes([(int(kind), 70, cols)])
     norm = np.random.default_rng(1).uniform(0.5, 2, cols).astype(np.float32)
-    for n in (1, 17, 70, 200) if GPU else (1, 70):
+    for n in (1, 17, 70, 200) if GPU else (3, 70) if kind is GGMLType.F16 else (3,):
         x = normal(n, cols)
         got = cuda().numpy(cuda().linear(cuda().array(x), w, cuda().vector(norm), 1e-5))
         ref = reference()

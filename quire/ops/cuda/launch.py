@@ -114,6 +114,11 @@ class Slices:
     bias: torch.Tensor | None
     into: bool
 
+    @property
+    def fused(self) -> bool:
+        """Whether the kernel that prepares rows can add them."""
+        return self.parts.shape[2] % 4 == 0 and not self.x.fine
+
     def arguments(self, values: torch.Tensor, out: torch.Tensor) -> _Join:
         """How kernels are told of it: `values` is what it is added to."""
         slices, _, rows = self.parts.shape
@@ -252,7 +257,7 @@ def expand(machine: Machine, w: Segment, out: torch.Tensor) -> None:
     kernel.launch(on.stream, (-(-units // (4 * _WARPS)), 1, 1), 0, given)
 
 
-def some_tokens(x: Prepared) -> int:
+def _some_tokens(x: Prepared) -> int:
     """Columns of a tile of tokens."""
     return min(max(power_of_two(len(x.values)), 16), SOME)
 
@@ -265,7 +270,7 @@ def product_some(
 
     What is returned is still to be added.
     """
-    f, tokens = w.format, some_tokens(x)
+    f, tokens = w.format, _some_tokens(x)
     rows = w.rows // 2 if act else w.rows
     tiles = -(-rows // TILE)
     per_tile = tokens // 2 if x.fine else tokens

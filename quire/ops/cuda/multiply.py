@@ -26,6 +26,8 @@ try:
     from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # an older Triton: kernels compute addresses themselves
     TensorDescriptor = None
+_WIDE_SUMS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
+"""Whether torch multiplies 16 bits into float32."""
 MULTIPLY = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
@@ -99,9 +101,10 @@ class Multiplying(Arrays):
             )  # fmt: skip
             return Prepared(values, scales, n, fine)
         joined, total = None, None
-        if isinstance(x.pending, Slices) and not (act or fine or kind is torch.float32):
+        left = x.pending
+        if isinstance(left, Slices) and left.fused and not (act or fine or kind is torch.float32):
             total = self.machine.empty(*x.shape)
-            joined = x.pending.arguments(x.base, total)
+            joined = left.arguments(x.base, total)
         rows = x.values if joined is None else x.base
         launch.prepare(self.machine, rows, norm, eps, act, fine, values, scales, joined)
         if total is not None:
@@ -172,7 +175,8 @@ class Multiplying(Arrays):
 
     def _library(self, x: Prepared, w: Segment, to: Sum) -> bool:
         """By torch's product, if it has this one."""
-        if self.machine.interpreted or x.fine or w.format.dtype is torch.float32 or w.first:
+        narrow = w.format.dtype is not torch.float32 and not w.first
+        if self.machine.interpreted or x.fine or not (narrow and _WIDE_SUMS):
             return False
         weights, plain = w.q.T, not x.scaled and to.bias is None
         if plain and to.into and to.out.is_contiguous():

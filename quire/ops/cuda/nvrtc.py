@@ -1,6 +1,6 @@
 """CUDA C++ compiled when it is first needed, by the compiler that comes with torch, and launched.
 
-What was compiled is kept in Triton's cache folder, by its source and architecture. Every launch
+What was compiled is kept beside Triton's kernels, by its source and architecture. Every launch
 lets the kernel start before the one ahead of it ends: kernels wait where they must.
 """
 
@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 import sysconfig
-import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from triton import knobs
+from triton.runtime.cache import get_cache_manager
 
 from quire.ops.cuda.driver import call
 
@@ -97,27 +96,16 @@ def compile_source(source: str, architecture: str, defines: dict[str, object]) -
         library.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-def _folder() -> Path:
-    """Beside what Triton compiles."""
-    return Path(knobs.cache.dir) / "quire"
-
-
 def compiled(names: Sequence[str], architecture: str, defines: dict[str, object]) -> bytes:
-    """The same, from the cache if it was compiled before."""
+    """The same, from Triton's cache if it was compiled before."""
     source = source_of(names)
     key = hashlib.sha256(repr((source, architecture, sorted(defines.items()))).encode())
-    path = _folder() / f"{names[-1]}-{architecture}-{key.hexdigest()[:32]}.cubin"
-    try:
-        return path.read_bytes()
-    except OSError:
-        code = compile_source(source, architecture, defines)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(code)
-        os.replace(file.name, path)
-    except OSError:
-        pass  # a folder that cannot be written: compiled again next time
+    cache, name = get_cache_manager(key.hexdigest()), f"{names[-1]}-{architecture}.cubin"
+    if (kept := cache.get_file(name)) is not None:
+        return Path(kept).read_bytes()
+    code = compile_source(source, architecture, defines)
+    with suppress(OSError):  # a folder that cannot be written: compiled again next time
+        cache.put(code, name, binary=True)
     return code
 
 
@@ -143,8 +131,11 @@ _EARLY = _Attribute(_OVERLAP, 0, (ctypes.c_int * 16)(1))
 class Kernel:
     """One kernel on one GPU."""
 
-    def __init__(self, module: ctypes.c_void_p, name: str, threads: int, most_shared: int) -> None:
+    def __init__(
+        self, module: ctypes.c_void_p, name: str, threads: int, most_shared: int, early: bool
+    ) -> None:
         self.threads = threads
+        self._early = early
         self._function = ctypes.c_void_p()
         call("cuModuleGetFunction", ctypes.byref(self._function), module, name.encode())
         own = ctypes.c_int()  # what it declares itself comes on top of what it is given
@@ -172,7 +163,7 @@ class Kernel:
         """Queues it; `arguments` is the one structure that it takes."""
         how = _Launch(
             (ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(self.threads, 1, 1), shared, stream,
-            ctypes.pointer(_EARLY), 1,
+            ctypes.pointer(_EARLY), int(self._early),
         )  # fmt: skip
         given = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
         call("cuLaunchKernelEx", ctypes.byref(how), self._function, given, None)
@@ -187,6 +178,7 @@ class Native:
         self.processors = int(found.multi_processor_count)
         self.most_shared = int(found.shared_memory_per_block_optin)
         self.architecture = f"sm_{found.major}{found.minor}"
+        self._early = found.major >= 9  # older ones know no early start
         self._kernels: dict[tuple[Any, ...], Kernel] = {}
         self._modules: dict[tuple[Any, ...], ctypes.c_void_p] = {}
 
@@ -201,7 +193,7 @@ class Native:
                 call("cuModuleLoadData", ctypes.byref(module), code)
                 self._modules[module_key] = module
             module = self._modules[module_key]
-            self._kernels[key] = Kernel(module, name, threads, self.most_shared)
+            self._kernels[key] = Kernel(module, name, threads, self.most_shared, self._early)
         return self._kernels[key]
 
     @property

@@ -183,6 +183,7 @@ struct Row {
     float4 v = row4(x, c, cols);
     return act ? activate4(act, v, row4(x + cols, c, cols)) : v;
   }
+  __device__ __noinline__ float4 again(int c) const { return at(c); }
 };
 
 // The same for rows of whole fours, which lie on 16 bytes.
@@ -190,6 +191,7 @@ struct WholeRow {
   const float* x;
   int cols;
   __device__ __forceinline__ float4 at(int c) const { return load4(x + c); }
+  __device__ __forceinline__ float4 again(int c) const { return at(c); }
 };
 
 // Weights of a norm, or as much of them as KEEP steps of the block hold: they can be read early.
@@ -208,7 +210,7 @@ template <int KEEP, bool WHOLE = false> struct NormWeights {
 
 // Hands each four columns of a row to `put(column, values)`: normed where there are weights, and with
 // SCALED times the power of two that brings the largest into [1024, 2048), so that no float16
-// overflows. Returns what undoes the scale. KEEP steps of 1,024 columns are read only once.
+// overflows. Returns what undoes the scale. KEEP steps of 1,024 columns are read only once, others `again`.
 template <bool SCALED, int KEEP, bool WHOLE, class Source, class Put>
 __device__ __forceinline__ float stage(const Source& row, const NormWeights<KEEP, WHOLE>& norm, float eps, float* room, Put put) {
   float4 v[KEEP];
@@ -220,14 +222,14 @@ __device__ __forceinline__ float stage(const Source& row, const NormWeights<KEEP
     float sum = 0;
 #pragma unroll
     for (int j = 0; j < KEEP; ++j) sum = add_squares(sum, v[j]);
-    for (int c = kept + first; c < row.cols; c += step) sum = add_squares(sum, row.at(c));
+    for (int c = kept + first; c < row.cols; c += step) sum = add_squares(sum, row.again(c));
     float mean = __fdiv_rn(block_sum(sum, room), (float)row.cols);
     inverse = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(mean, eps)));
 #pragma unroll
     for (int j = 0; j < KEEP; ++j) v[j] = normed(v[j], inverse, norm.kept[j]);
   }
   auto later = [&](int c) {
-    float4 y = row.at(c);
+    float4 y = row.again(c);
     return norm.weight ? normed(y, inverse, norm.at(c)) : y;
   };
   float scale = 1.0f, undo = 1.0f;

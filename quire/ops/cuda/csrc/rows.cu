@@ -17,20 +17,30 @@ __device__ __forceinline__ float4 plus(float4 a, float4 b) {
   return {__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y), __fadd_rn(a.z, b.z), __fadd_rn(a.w, b.w)};
 }
 
+template <bool WHOLE> __device__ __forceinline__ float4 four(const float* row, int at, int cols) {
+  return WHOLE ? load4(row + at) : row4(row, at, cols);
+}
+
+template <bool WHOLE>
 __device__ __forceinline__ float4 sum_slices(const float* parts, u64 step, int slices, int row, int rows) {
-  float4 total = {0, 0, 0, 0};
-#pragma unroll 8
-  for (int i = 0; i < slices; ++i) total = plus(total, row4(parts + i * step, row, rows));
+  float4 of[8], total = {0, 0, 0, 0};
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    if (i < slices) of[i] = four<WHOLE>(parts + i * step, row, rows);
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    if (i < slices) total = plus(total, of[i]);
   return total;
 }
 
-__device__ __forceinline__ float4 joined(const JoinArgs& a, int token, int row) {
+template <bool WHOLE> __device__ __forceinline__ float4 joined(const JoinArgs& a, int token, int row) {
   const u64 step = (u64)a.n * (1 + a.fine) * a.rows;
-  float4 v = sum_slices(a.parts + (u64)token * a.rows, step, a.slices, row, a.rows);
-  if (a.fine) v = plus(v, sum_slices(a.parts + (u64)(a.n + token) * a.rows, step, a.slices, row, a.rows));
+  float4 v = sum_slices<WHOLE>(a.parts + (u64)token * a.rows, step, a.slices, row, a.rows);
+  if (!WHOLE && a.fine)
+    v = plus(v, sum_slices<WHOLE>(a.parts + (u64)(a.n + token) * a.rows, step, a.slices, row, a.rows));
   if (a.undo) v = times(v, load(a.undo + token));
-  if (a.bias) v = plus(v, row4(a.bias, row, a.rows));
-  if (a.into) v = plus(v, row4(a.into + token * a.into_stride, row, a.rows));
+  if (a.bias) v = plus(v, four<WHOLE>(a.bias, row, a.rows));
+  if (a.into) v = plus(v, four<WHOLE>(a.into + token * a.into_stride, row, a.rows));
   return v;
 }
 
@@ -49,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(128) join(const __grid_constant__ J
   let_next_start();
   wait_for_previous();
   const int row = (blockIdx.x * 128 + threadIdx.x) * 4, token = blockIdx.y;
-  if (row < a.rows) store4(a.out + token * a.out_stride, row, a.rows, joined(a, token, row));
+  if (row < a.rows) store4(a.out + token * a.out_stride, row, a.rows, joined<false>(a, token, row));
 }
 
 struct PrepareArgs {
@@ -63,14 +73,16 @@ struct PrepareArgs {
   JoinArgs from;       // instead of x: a product that is still in slices; its sum is stored, too
 };
 
+// The sum of a product's slices, of rows of whole fours, without what rounding had lost.
 struct JoinedRow {
   const JoinArgs& from;
   int token, cols;
   __device__ __forceinline__ float4 at(int c) const {
-    float4 v = joined(from, token, c);
-    store4(from.out + token * from.out_stride, c, cols, v);
+    float4 v = joined<true>(from, token, c);
+    *(float4*)(from.out + token * from.out_stride + c) = v;
     return v;
   }
+  __device__ __noinline__ float4 again(int c) const { return at(c); }
 };
 
 template <class T, bool FINE, int KEEP, class Source>
