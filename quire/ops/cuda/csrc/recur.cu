@@ -332,7 +332,7 @@ extern "C" __global__ void __launch_bounds__(128) decode(const RecurArgs a) {
   const Head head = head_of(a, p);
   wait_for_previous();
   let_next_start();
-  if (page < 0) {  // padding
+  if (page < 0 || !count) {  // padding
     wait_copies<0>();
     return zeros(a, row, count, p.head, p.start, COLUMNS);
   }
