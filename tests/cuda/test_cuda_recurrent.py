@@ -99,7 +99,7 @@ def inputs(n: int, cols: int, seed: int = 0) -> Floats:
     return np.random.default_rng(seed).standard_normal((n, cols)).astype(np.float32)
 
 
-@pytest.mark.parametrize("case", CASES if GPU else ["odd delta", "tiled", "odd ssd", "wide"])
+@pytest.mark.parametrize("case", CASES if GPU else ["odd delta", "odd ssd", "wide"])
 def test_matches_the_reference(case: str) -> None:
     """Two sequences: a scan with a tail, appends, a fold; an append from nothing, then a scan."""
     sides = [Side(ops, CASES[case]) for ops in (cuda(), reference())]
@@ -184,7 +184,7 @@ def drafted(case: str, x: Floats, n: int) -> Floats:
     return np.concatenate(out)
 
 
-@pytest.mark.parametrize("case", CASES if GPU else ["odd delta", "odd ssd", "wide"])
+@pytest.mark.parametrize("case", CASES if GPU else ["odd ssd"])
 def test_pieces_company_and_drafts_change_no_bit(case: str) -> None:
     n = 24 if GPU else 9
     x = inputs(n, CASES[case](cuda()).in_cols)

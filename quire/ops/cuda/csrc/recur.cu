@@ -332,7 +332,7 @@ extern "C" __global__ void __launch_bounds__(128) decode(const RecurArgs a) {
   const Head head = head_of(a, p);
   wait_for_previous();
   let_next_start();
-  if (page < 0) {  // padding
+  if (page < 0 || !count) {  // padding
     wait_copies<0>();
     return zeros(a, row, count, p.head, p.start, COLUMNS);
   }
@@ -486,7 +486,7 @@ extern "C" __global__ void __launch_bounds__(128, 3) recur(const RecurArgs a) {
     now.own = __shfl_sync(~0u, n < 8 ? now.q[0] : now.q[1], (threadIdx.x & 24) | (n & 7));
     if (p.lane8 == (n & 7)) (n < 8 ? now.q[0] : now.q[1]) = 0.f;
     if (p.group == n) {  // for the next fold
-      log.c[n] = g.c;
+      if (p.lane8 == 0) log.c[n] = g.c;
 #pragma unroll
       for (int j = 0; j < PARTS; j++) *(float4*)&log.keys[n][4 * p.lane8 + 32 * j] = t.k[j];
     }
