@@ -16,6 +16,7 @@ from quire.errors import QuireError
 _COMMANDS = {
     "run": "Continue a prompt.",
     "chat": "Talk with a model.",
+    "serve": "Serve models over HTTP.",
     "show": "Tell what a model file holds.",
     "list": "List the models that are here.",
     "pull": "Fetch a model.",

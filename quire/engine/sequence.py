@@ -106,6 +106,7 @@ class Sequence:
         self.expecting = False  # whether only the device knows its last token
         self.preempted = False  # whether it gave way and has not run since
         self.cached = 0  # tokens of the current request that were in memory when it came
+        self.miss = ""  # why its other tokens were not
         self.branch_at: int | None = None  # where its prompt leaves one that is known already
         self.waits_for: tuple[Sequence, int] | None = None  # who computes our first tokens too
         self.generation: Generation | None = None
@@ -238,9 +239,9 @@ class Sequence:
         """It is in this step."""
         self.preempted = False
 
-    def count_cached(self, tokens: int) -> None:
-        """So many tokens of a new request were in memory when it came."""
-        self.cached = tokens
+    def count_cached(self, tokens: int, miss: str = "new") -> None:
+        """So many tokens of a new request were in memory when it came; why the rest was not."""
+        self.cached, self.miss = tokens, miss
 
     def start(self, generation: Generation) -> None:
         """A request begins to generate."""
