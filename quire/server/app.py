@@ -24,7 +24,7 @@ from quire.server import (
 from quire.server.errors import ApiError
 from quire.server.guards import Guards
 from quire.server.settings import ServeSettings
-from quire.server.state import State, log
+from quire.server.state import State
 from quire.server.wire import Disconnected
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
@@ -82,7 +82,7 @@ def build(settings: ServeSettings) -> Starlette:
         routes=merged(routes()), lifespan=lifespan,
         exception_handlers={
             ApiError: _api_error, QuireError: _api_error, HTTPException: _http_error,
-            Disconnected: _gone, Exception: _other,
+            Disconnected: _gone,
         },
     )  # fmt: skip
     app.router.redirect_slashes = False
@@ -122,8 +122,3 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 async def _gone(request: Request, error: Exception) -> Response:
     return Response(status_code=499)  # nobody reads it
-
-
-async def _other(request: Request, error: Exception) -> Response:
-    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return ApiError(500, "the server failed at this; its log says why").response()

@@ -26,7 +26,8 @@ _MOST_PROMPTS = 1024
 class CompletionBody(Common, kw_only=True):
     """What a client sends."""
 
-    prompt: str | list[int] | list[str] | list[list[int]] | None = None
+    prompt: str | list[int | str | list[int]] | None = None
+    """One text, token ids, or several of either."""
     logprobs: int | None = None
     echo: bool | None = None
     suffix: str | None = None
@@ -75,8 +76,10 @@ def _tokens(llm: LLM, body: CompletionBody, behind: int) -> list[list[int]]:
     prompt: Any = body.prompt
     if prompt is None or prompt == []:
         prompt = ""
-    if isinstance(prompt, str) or isinstance(prompt[0], int):
+    if isinstance(prompt, str) or all(isinstance(one, int) for one in prompt):
         prompt = [prompt]
+    elif len({type(one) for one in prompt}) > 1:
+        raise ApiError(400, "prompts are texts, or lists of token ids, not both", param="prompt")
     if len(prompt) > _MOST_PROMPTS:
         raise ApiError(400, f"at most {_MOST_PROMPTS} prompts at a time", param="prompt")
     if body.session_id is not None and len(prompt) != 1:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import re
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.server.errors import ApiError
+from quire.server.errors import ApiError, told
 from quire.server.settings import ServeSettings
 
+log = logging.getLogger("quire.server")
 _LOCAL = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.IGNORECASE)
 
 
@@ -35,9 +37,26 @@ class Guards:
             self._check_origin(headers)
             scope["quire.key"] = self._check_key(headers)
             self._check_length(headers)
-            await self._app(scope, _Limited(receive, self._settings.max_body), send)
+            await self._answer(scope, _Limited(receive, self._settings.max_body), send)
         except ApiError as error:
             await error.response()(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """What goes wrong in a route is said here, once, and not to the client in detail."""
+        started = False
+
+        async def sending(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, sending)
+        except Exception as error:
+            log.error("%s %s failed", scope["method"], scope["path"], exc_info=error)
+            if started:
+                raise
+            raise told(error) from error
 
     def _check_host(self, headers: Headers) -> None:
         """A page elsewhere whose name was made to point here is not let in."""
