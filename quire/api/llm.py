@@ -24,6 +24,7 @@ from quire.engine.constrain import Constrainer
 from quire.engine.engine import Engine
 from quire.engine.loop import Loop
 from quire.engine.prefix_cache import PrefixCache
+from quire.engine.resize import resize
 from quire.engine.runner import Runner
 from quire.engine.session_file import open_session
 from quire.memory.build import build_memory, longest_sequence
@@ -121,6 +122,18 @@ class LLM(Generating):
     def memory(self) -> MemoryReport:
         """What memory holds now; prints as a table."""
         return MemoryReport(self.loop, self.budget)
+
+    def resize(self, budget: int | str) -> None:
+        """Changes how much memory may be used, while it is used: bytes, or a text like "6GiB".
+
+        With less, cached prefixes go first, then sequences give way to a tier. BudgetError, and
+        the budget as it was, if what is held cannot be made to fit.
+        """
+        self.loop.call(partial(self._resize, config.parse_bytes(budget)))
+
+    def _resize(self, limit: int) -> None:
+        resize(self.engine, limit, self.settings)
+        self.n_ctx = self.engine.n_ctx
 
     def forget(self, salt: str | None = None) -> None:
         """Drops cached prefixes: all of them, or those of one salt."""

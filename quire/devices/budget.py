@@ -14,7 +14,7 @@ class Budget:
     def __init__(self, limit_bytes: int) -> None:
         if limit_bytes < 1:
             raise RequestError(f"a memory budget must be at least 1 byte, not {limit_bytes}")
-        self.limit = limit_bytes
+        self._limit = limit_bytes
         self.whole: Budget = self
         self.used = 0
         """Bytes held by all uses together; to read."""
@@ -23,9 +23,14 @@ class Budget:
         self._lock = Lock()
 
     @property
+    def limit(self) -> int:
+        """Bytes that all uses together may hold."""
+        return self._limit
+
+    @property
     def free(self) -> int:
         """Bytes that can still be reserved."""
-        return self.limit - self.used
+        return self._limit - self.used
 
     @property
     def breakdown(self) -> dict[str, int]:
@@ -37,7 +42,7 @@ class Budget:
         """Counts bytes as held by a use, or raises BudgetError and changes nothing."""
         assert n_bytes >= 0
         with self._lock:
-            if n_bytes > self.limit - self.used:
+            if n_bytes > self._limit - self.used:
                 raise BudgetError(self._refusal(n_bytes, what))
             if n_bytes:
                 self.used += n_bytes
@@ -53,6 +58,18 @@ class Budget:
                 self._by_use[what] = left
             else:
                 self._by_use.pop(what, None)
+
+    def resize(self, limit_bytes: int) -> None:
+        """Changes the limit, or raises BudgetError where more than that is held."""
+        with self._lock:
+            if limit_bytes < self.used:
+                held = ", ".join(f"{use} {size:,}" for use, size in sorted(self._by_use.items()))
+                raise BudgetError(
+                    f"the budget cannot become {limit_bytes:,} bytes, because {self.used:,} are "
+                    f"held and cannot be moved (held: {held}); close sessions or drop marks, or "
+                    f"pass at least {self.used:,}"
+                )
+            self._limit = limit_bytes
 
     def on_shortage(self, give_back: Callable[[], None]) -> None:
         """Somebody who keeps bytes for later, and gives them back when others need them."""
@@ -85,6 +102,15 @@ class Share(Budget):
         self._name = name
 
     @property
+    def limit(self) -> int:
+        """Bytes that all who share the budget may hold."""
+        return self.whole.limit
+
+    def resize(self, limit_bytes: int) -> None:
+        """Changes the limit of all who share the budget."""
+        self.whole.resize(limit_bytes)
+
+    @property
     def free(self) -> int:
         """Bytes that can still be reserved, whoever holds the others."""
         return self.whole.free
@@ -92,6 +118,7 @@ class Share(Budget):
     def reserve(self, n_bytes: int, what: str) -> None:
         """Counts bytes as held by a use, or raises BudgetError and changes nothing."""
         self.whole.reserve(n_bytes, f"{self._name}: {what}")
+        self._limit = self.whole.limit  # which may have changed since
         super().reserve(n_bytes, what)
 
     def release(self, n_bytes: int, what: str) -> None:

@@ -167,6 +167,7 @@ class CudaDevice(Device):
         self.machine = CudaMachine(index, granule)
         self.granularity = self.machine.granule
         self.copier = self.machine.copier
+        self.capacity = self.machine.driver.free_bytes()[1]
         super().__init__(f"cuda:{index}", budget, ops or _ops(index))
 
     def steps(self, model: Any) -> Steps:

@@ -180,6 +180,8 @@ class Device(ABC):
     """Bytes of a granule: what is handed out and taken back."""
     copier: Copier | None = None
     """What copies its pages by itself, if it has memory of its own."""
+    capacity: int
+    """Bytes it has in all, whoever holds them."""
 
     def __init__(self, name: str, budget: Budget, ops: Ops) -> None:
         self.name = name

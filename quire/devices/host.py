@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -75,6 +76,7 @@ class HostDevice(Device):
     """The host: with the CPU's operations, or with those of the reference."""
 
     granularity = _GRANULE
+    capacity = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def __init__(self, budget: Budget, ops: Ops, name: str = "cpu") -> None:
         super().__init__(name, budget, ops)

@@ -276,6 +276,11 @@ class Memory(Keeping):
         """Raises AuditError with every conservation law that does not hold."""
         audit.audit(self)
 
+    def grow(self) -> None:
+        """Has as many pages as the budgets can pay for now."""
+        for group in self.groups:
+            group.grow()
+
     def close(self) -> None:
         """Gives everything back; the memory is of no use afterwards."""
         self.clear(data=False)

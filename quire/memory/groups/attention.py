@@ -51,7 +51,9 @@ class AttentionGroup(Group[Table]):
         n_bytes -= n_bytes % device.granularity
         max_pages = _max_pages(layout, n_bytes, max_tokens)
         name = layout.spec.name
-        self.pool = PagePool(name, layout.page_bytes, max_pages, device, demand_paged, poison)
+        self._grows = demand_paged and max_tokens is None
+        most = _most_pages(layout, device.capacity) if self._grows else max_pages
+        self.pool = PagePool(name, layout.page_bytes, max_pages, device, demand_paged, poison, most)
         self.pools = (self.pool,)
         device.bind(name, layout, kernels, (self.pool.name,))
         self._rows = TableRows()
@@ -128,6 +130,10 @@ class AttentionGroup(Group[Table]):
             raise RequestError("closing holes needs a kernel that moves tokens; none was given")
         return [t for t in tables if t.pending is not None or (optimize and has_holes(t))]
 
+    def grow(self) -> None:
+        if self._grows:
+            self.pool.grow(_most_pages(self.layout, self.device.budget.limit))
+
     def trim(self, n_seqs: int) -> None:
         if self.pool.commitment.count > self.pool.used:
             self.pool.trim()
@@ -198,10 +204,15 @@ class AttentionGroup(Group[Table]):
         return {self.pool.name: figures}
 
 
+def _most_pages(layout: AttentionLayout, n_bytes: int) -> int:
+    """Pages that bytes can hold and kernels can number."""
+    return min(n_bytes // layout.page_bytes, _MAX_SLOTS // layout.page_tokens)
+
+
 def _max_pages(layout: AttentionLayout, n_bytes: int, max_tokens: int | None) -> int:
     """Pages for the tokens asked for, or as many as the bytes can hold."""
     most = _MAX_SLOTS // layout.page_tokens
-    pages = min(n_bytes // layout.page_bytes, most)
+    pages = _most_pages(layout, n_bytes)
     if max_tokens is not None:
         pages = layout.pages_for(max_tokens)
     if not 1 <= pages <= most:

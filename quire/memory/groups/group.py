@@ -177,6 +177,10 @@ class Group(ABC, Generic[T]):
         return []
 
     @abstractmethod
+    def grow(self) -> None:
+        """Has as many pages as the device's budget can pay for now, if nobody set a cap."""
+
+    @abstractmethod
     def trim(self, n_seqs: int) -> None:
         """Gives back what is idle; a kind may keep what so many sequences will want at once."""
 

@@ -100,6 +100,10 @@ class RecurrentGroup(Group[StateTable]):
         rest = page - 1, page, page - 1, length
         return StateView(layout, *sizes, page, page + 1, page, length, *rest)
 
+    def grow(self) -> None:
+        for pool in self.pools:
+            pool.grow(min(self.device.budget.limit // pool.page_bytes, _MAX_PAGES))
+
     def trim(self, n_seqs: int) -> None:
         # A state takes long to give back and to get again, and one in `log_tokens` steps of a
         # sequence folds: as many pages as the next step is likely to want stay.
@@ -198,10 +202,10 @@ def _cut(table: StateTable, end: int) -> StateTable:
 def _pool(name: str, page_bytes: int, device: Device, poison: bool) -> PagePool:
     budget = device.budget
     limit = budget.limit - budget.limit % device.granularity
-    pages = min(limit // page_bytes, _MAX_PAGES)
+    pages, most = (min(size // page_bytes, _MAX_PAGES) for size in (limit, device.capacity))
     if pages < 1:
         raise BudgetError(
             f"one page of {name} takes {page_bytes:,} bytes, and the budget is {budget.limit:,}; "
             "raise memory_budget"
         )
-    return PagePool(name, page_bytes, pages, device, poison=poison)
+    return PagePool(name, page_bytes, pages, device, poison=poison, most_pages=most)

@@ -22,7 +22,7 @@ class Commitment:
 
     def __init__(
         self, pool: str, use: str, page_bytes: int, max_pages: int, device: Device,
-        demand_paged: bool,
+        demand_paged: bool, most_pages: int = 0,
     ) -> None:  # fmt: skip
         self.use = use
         self.page_bytes = page_bytes
@@ -35,11 +35,30 @@ class Commitment:
         self._backed = np.frombuffer(self.backed, np.uint8)
         self._pool, self._device = pool, device
         self.granularity = device.granularity
+        self.most_pages = max_pages
+        """Pages that there are addresses for."""
         if demand_paged:
-            self._backing = self._range(max_pages, demand_paged)
+            self._backing = self._widest(max_pages, most_pages)
         else:
             self._take_all(max_pages)
         self.gives_back = self._backing.gives_back
+
+    def _widest(self, max_pages: int, most_pages: int) -> Backing:
+        """Addresses for more pages than there are now, where the system gives as many."""
+        if most_pages > max_pages:
+            try:
+                made = self._range(most_pages, True)
+            except BudgetError:
+                pass
+            else:
+                self.most_pages = most_pages
+                return made
+        return self._range(max_pages, True)
+
+    def grow(self, more: int) -> None:
+        """So many more pages, none of them backed."""
+        self.backed = bytearray(self.backed) + bytes(more)
+        self._backed = np.frombuffer(self.backed, np.uint8)
 
     def _take_all(self, max_pages: int) -> None:
         """Everything at once; it fails before it is taken."""

@@ -34,7 +34,7 @@ class PagePool:
 
     def __init__(
         self, name: str, page_bytes: int, max_pages: int, device: Device,
-        demand_paged: bool = True, poison: bool = False,
+        demand_paged: bool = True, poison: bool = False, most_pages: int = 0,
     ) -> None:  # fmt: skip
         assert page_bytes > 0 and max_pages > 0
         self.name = name
@@ -43,7 +43,9 @@ class PagePool:
         self.device = device
         self.budget: Budget = device.budget
         self.use = f"pages of {name}"
-        self.commitment = Commitment(name, self.use, page_bytes, max_pages, device, demand_paged)
+        self.commitment = Commitment(
+            name, self.use, page_bytes, max_pages, device, demand_paged, most_pages
+        )
         self.bytes = device.backings[name]
         self.refs: Int32 = np.zeros(max_pages, np.int32)
         self.frozen: Int32 = np.zeros(max_pages, np.int32)
@@ -57,6 +59,22 @@ class PagePool:
         self._cursor = 0  # no page below is free
         self._idle_from, self._idle_to = max_pages, 0  # idle pages lie in between
         self.budget.on_shortage(self.trim)
+
+    def grow(self, max_pages: int) -> None:
+        """Has at least so many pages, as far as there are addresses for them."""
+        more = min(max_pages, self.commitment.most_pages) - self.max_pages
+        if more <= 0:
+            return
+        none: Int32 = np.zeros(more, np.int32)
+        for name in ("refs", "frozen", "appender", "cached"):
+            setattr(self, name, np.concatenate([getattr(self, name), none]))
+        self.counts = self.refs.data
+        self._live = bytearray(self._live) + bytes(more)
+        self._live_array = np.frombuffer(self._live, np.uint8)
+        self.commitment.grow(more)
+        self.max_pages += more
+        if not self._idle_to:
+            self._idle_from = self.max_pages
 
     @property
     def committed(self) -> int:

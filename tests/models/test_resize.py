@@ -1,0 +1,161 @@
+"""The budget changes while sessions are used: they hold what their tokens say all the same."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import quire
+from quire.errors import BudgetError, RequestError
+from tests import session_kinds, tiny
+from tests.session_oracle import Oracle
+from tests.session_truth import Truth
+
+
+@pytest.fixture(autouse=True)
+def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+class Resized(Oracle):
+    """Every so many deeds, the budget becomes another."""
+
+    refused = 0
+
+    def act(self) -> None:
+        if self.rng.random() < 0.2:
+            self.resize()
+        super().act()
+
+    def resize(self) -> None:
+        """Anything from too little to plenty."""
+        budget = self.llm.budget
+        weights = budget.breakdown["weights"]
+        limit = weights + int(self.rng.choice([1e3, 5e4, 3e5, 8e5, 2e6, 2e7]) * self.rng.random())
+        before = budget.limit
+        self.log.append(f"resize {before:,} to {limit:,}")
+        try:
+            self.llm.resize(limit)
+        except BudgetError as error:
+            self.note(error)
+            self.refused += 1
+            assert budget.limit == before
+        else:
+            assert budget.used <= budget.limit == limit
+            assert self.llm.n_ctx == session_kinds.N_CTX  # which was asked for
+        self.look()
+
+
+@pytest.mark.parametrize("kind", session_kinds.KINDS)
+def test_sessions_hold_what_their_tokens_say(kind: str, tmp_path: Path) -> None:
+    path = session_kinds.write(kind, tmp_path)
+    with quire.load(path, n_ctx=session_kinds.N_CTX, threads=1, memory_budget="64MiB") as roomy:
+        truth, refused = Truth(roomy), 0
+        for seed in range(5):
+            speed = random.Random(seed).choice([0.0, 1e6])
+            room = {"n_ctx": session_kinds.N_CTX, "threads": 1, "memory_budget": "32MiB"}
+            with quire.load(path, **room) as llm:
+                llm.engine.room._seconds_per_token = lambda speed=speed: speed
+                world = Resized(llm, truth, seed, tmp_path)
+                world.run(120)
+                refused += world.refused
+            assert llm.budget.used == 0
+        assert refused > 0
+
+
+def test_more_pages_than_at_first(tmp_path: Path) -> None:
+    """A model that was loaded with little room gets more, and its context grows with it."""
+    tiny.write(tmp_path / "m.gguf", tiny.Tiny())
+    with quire.load(tmp_path / "m.gguf") as roomy:
+        weights = roomy.model.weight_bytes
+        wanted = roomy.logits(list(range(3, 250)))
+    page = 16 * 2 * 2 * 2 * 16 * 2  # tokens, layers, K and V, heads, dims, bytes
+    with quire.load(tmp_path / "m.gguf", memory_budget=weights + 6 * page) as llm:
+        assert llm.n_ctx == 6 * 16
+        with pytest.raises(quire.errors.ContextError):
+            llm.logits(list(range(3, 250)))
+        llm.resize(weights + 2**22)
+        assert llm.n_ctx == llm.model.n_ctx_train
+        assert (llm.logits(list(range(3, 250))) == wanted).all()
+        llm.memory.audit()
+        llm.resize("1GiB")
+        assert llm.memory.as_dict()["budget_bytes"] == 2**30
+
+
+def test_what_goes_first(tmp_path: Path) -> None:
+    """Cached prefixes, then sequences; what cannot go is refused with need and have."""
+    tiny.write(tmp_path / "m.gguf", tiny.Tiny())
+    with quire.load(tmp_path / "m.gguf") as llm:
+        weights = llm.model.weight_bytes
+        llm.generate([9] * 100, max_tokens=4, ignore_eos=True)
+        session = llm.session()
+        session.append([7] * 64)
+        wanted = session.logits()
+        cached, used = llm.engine.memory.cached_bytes, llm.budget.used
+        assert cached > 0
+        llm.resize(used - 1)
+        assert llm.engine.memory.cached_bytes < cached
+        assert llm.memory.as_dict()["preemption"]["parked"] == 0
+        pages = session.sequence.computed
+        llm.engine.room._seconds_per_token = lambda: 1e6
+        llm.resize(llm.budget.used - 1)
+        assert llm.engine.memory.cached_bytes == 0
+        llm.resize(llm.budget.used - 1)
+        found = llm.memory.as_dict()["preemption"]
+        assert found["parked"] == 1 and session.sequence.status.value == "parked" and pages
+        with pytest.raises(BudgetError, match=r"cannot become .* held by what stays"):
+            llm.resize(weights + 10)
+        with pytest.raises(RequestError):
+            llm.resize("little")
+        with pytest.raises(BudgetError, match="more than"):
+            llm.resize(2**60)
+        llm.resize("1GiB")
+        assert (session.logits() == wanted).all()
+
+
+def test_from_any_thread_while_streams_run(tmp_path: Path) -> None:
+    tiny.write(tmp_path / "m.gguf", tiny.Tiny())
+    prompts = [[i] * 40 for i in range(10, 18)]
+    with quire.load(tmp_path / "m.gguf", threads=1) as llm:
+        weights = llm.model.weight_bytes
+        wanted = [c.token_ids for c in llm.generate(prompts, max_tokens=60, ignore_eos=True)]
+        llm.forget()
+        stop = threading.Event()
+
+        def swing() -> None:
+            rng = random.Random(1)
+            while not stop.is_set():
+                with contextlib.suppress(BudgetError):
+                    llm.resize(weights + rng.choice([200_000, 400_000, 4_000_000]))
+
+        thread = threading.Thread(target=swing)
+        thread.start()
+        try:
+            for _ in range(3):
+                found = llm.generate(prompts, max_tokens=60, ignore_eos=True)
+                assert [c.token_ids for c in found] == wanted
+        finally:
+            stop.set()
+            thread.join()
+        llm.memory.audit()
+
+
+def test_two_models_on_one_budget(tmp_path: Path) -> None:
+    tiny.write(tmp_path / "m.gguf", tiny.Tiny())
+    with quire.load(tmp_path / "m.gguf", memory_budget="64MiB") as llm:
+        with quire.load(tmp_path / "m.gguf", beside=llm) as draft:
+            draft.resize("32MiB")
+            assert llm.budget.limit == draft.budget.limit == 32 * 2**20
+            llm.resize("48MiB")
+            assert llm.budget.limit == draft.budget.limit == 48 * 2**20
+            made = llm.generate([5, 6, 7], max_tokens=8, speculate=draft, ignore_eos=True)
+        assert made.token_ids == llm.generate([5, 6, 7], max_tokens=8, ignore_eos=True).token_ids
