@@ -11,15 +11,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.api.llm import LLM
+from quire.api.texts import ChatPrompt
 from quire.server import turn as turns
 from quire.server.asking import Common, in_thread
-from quire.server.conversation import chat_text
+from quire.server.conversation import Spoken, chat_prompt, spoken
 from quire.server.errors import ApiError
 from quire.server.logprobs import chat_form
-from quire.server.run import Ask, Delta
+from quire.server.run import Ask
 from quire.server.state import State
 from quire.server.turn import Turn
 from quire.server.wire import DONE, as_json, event, read_as
+from quire.text.answers import Answer
 
 
 class ChatBody(Common, kw_only=True):
@@ -63,14 +65,14 @@ async def chat(request: Request) -> Response:
         session = None
         if body.session_id is not None:
             session = await state.sessions.get(body.session_id, model)
-        text = await in_thread(
-            chat_text, llm, body.messages, body.tools, body.chat_template_kwargs,
-            body.add_generation_prompt, body.continue_final_message,
+        prompt: ChatPrompt = await in_thread(
+            chat_prompt, llm, body.messages, body.tools, body.tool_choice,
+            body.chat_template_kwargs, body.add_generation_prompt, body.continue_final_message,
         )  # fmt: skip
-        tokens = await in_thread(llm.text_tokens, text)
         return Ask(
-            model, [tokens], sampling, n, stops, constraint, body.cache_salt or "",
-            request.scope["quire.key"], body.rank, session, whole=True,
+            model, [prompt.tokens], sampling, n, (*stops, *prompt.stop), prompt.only(constraint),
+            body.cache_salt or "", request.scope["quire.key"], body.rank, session, prompt,
+            whole=True,
         )  # fmt: skip
 
     turn = await turns.begin(request, state, model, ask)
@@ -88,6 +90,7 @@ class _Answer:
         self._run = turn.run
         self._llm = turn.run.ask.model.llm
         self._body = body
+        self._one_call = body.parallel_tool_calls is False
         self._id = f"chatcmpl-{secrets.token_hex(12)}"
         self._model = model
         self._created = int(time.time())
@@ -97,39 +100,40 @@ class _Answer:
 
     async def whole(self) -> dict[str, Any]:
         """One object."""
-        parts: list[list[Delta]] = [[] for _ in self._run.jobs]
-        async for delta in self._run.deltas():
-            parts[delta.choice].append(delta)
+        parts: list[list[Spoken]] = [[] for _ in self._run.jobs]
+        async for part in spoken(self._run, self._one_call):
+            parts[part.choice].append(part)
         choices = []
-        for index, deltas in enumerate(parts):
-            message = {"role": "assistant", "content": "".join(d.text for d in deltas)}
-            logprobs = self._logprobs([one for d in deltas for one in d.logprobs])
+        for index, said in enumerate(parts):
+            answer = sum((one.answer for one in said), Answer())
+            logprobs = self._logprobs([one for part in said for one in part.logprobs])
             choices.append({
-                "index": index, "message": message, "logprobs": logprobs,
-                "finish_reason": deltas[-1].finish_reason,
+                "index": index, "message": _message(answer), "logprobs": logprobs,
+                "finish_reason": said[-1].finish_reason,
             })  # fmt: skip
         return {**self._head("chat.completion"), "choices": choices, **self._end()}
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events."""
         going = len(self._run.jobs)
-        fresh = set(range(going))
+        calls: dict[int, int] = {}  # how many each choice has made
         head = self._head("chat.completion.chunk")
         usage = {"usage": None} if self._body.wants_usage else {}
         try:
-            async for delta in self._run.deltas():
-                if delta.choice in fresh:
-                    fresh.discard(delta.choice)
-                    first = _choice(delta.choice, {"role": "assistant", "content": ""}, None, None)
+            async for part in spoken(self._run, self._one_call):
+                if part.choice not in calls:
+                    calls[part.choice] = 0
+                    first = _choice(part.choice, {"role": "assistant", "content": ""}, None, None)
                     yield event({**head, "choices": [first], **usage})
-                if delta.text or delta.logprobs:
-                    logprobs = self._logprobs(delta.logprobs)
-                    choice = _choice(delta.choice, {"content": delta.text}, logprobs, None)
+                if part.answer or part.logprobs:
+                    delta = _delta(part.answer, calls[part.choice])
+                    calls[part.choice] += len(part.answer.tool_calls)
+                    choice = _choice(part.choice, delta, self._logprobs(part.logprobs), None)
                     yield event({**head, "choices": [choice], **usage})
-                if delta.finish_reason:
+                if part.finish_reason:
                     going -= 1
                     end = self._end(usage=False) if not going and not usage else {}
-                    choice = _choice(delta.choice, {}, None, delta.finish_reason)
+                    choice = _choice(part.choice, {}, None, part.finish_reason)
                     yield event({**head, "choices": [choice], **usage, **end})
             if self._body.wants_usage:
                 yield event({**head, "choices": [], **self._end()})
@@ -148,3 +152,25 @@ class _Answer:
 
 def _choice(index: int, delta: dict[str, Any], logprobs: Any, finish: str | None) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+
+
+def _message(answer: Answer) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    if answer.tool_calls:
+        message["content"] = answer.text or None
+        message["tool_calls"] = [call.as_dict() for call in answer.tool_calls]
+    return message
+
+
+def _delta(answer: Answer, calls_before: int) -> dict[str, Any]:
+    delta: dict[str, Any] = {}
+    if answer.reasoning:
+        delta["reasoning_content"] = answer.reasoning
+    if answer.text or not answer:
+        delta["content"] = answer.text
+    if answer.tool_calls:
+        numbered = enumerate(answer.tool_calls, calls_before)
+        delta["tool_calls"] = [{"index": at, **call.as_dict()} for at, call in numbered]
+    return delta

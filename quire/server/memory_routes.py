@@ -52,7 +52,7 @@ async def resize(request: Request) -> Response:
     model = state.models.find(body.model)
     async with state.models.using(model) as llm:
         try:
-            await model.call(lambda: llm.resize(body.budget_bytes))  # type: ignore[attr-defined]
+            await model.call(lambda: llm.resize(body.budget_bytes))
         except OutOfMemory as error:
             raise ApiError(409, str(error), code="budget", param="budget_bytes") from error
     return as_json(await report(state, body.model))

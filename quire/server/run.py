@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from quire.api.stream import end_soon
+from quire.api.texts import ChatPrompt
 from quire.engine.loop import Job
 from quire.engine.request import Request
 from quire.server.follow import News, Signal
@@ -43,6 +44,8 @@ class Ask:
     priority: int = 0
     """Lower comes first."""
     session: ServedSession | None = None
+    chat: ChatPrompt | None = None
+    """The conversation that the prompt was made from, which says how to read the answer."""
     whole: bool = False
     """With a session: whether the prompt is the whole conversation, which it goes back for."""
 

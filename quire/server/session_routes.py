@@ -13,7 +13,7 @@ from quire.api.llm import LLM
 from quire.api.session import Session
 from quire.engine.sequence import Mark
 from quire.server.asking import check_ids, in_thread
-from quire.server.conversation import chat_text
+from quire.server.conversation import chat_prompt
 from quire.server.errors import ApiError, not_found
 from quire.server.session import ServedSession
 from quire.server.sessions import Sessions, checked_name
@@ -106,8 +106,9 @@ def _prompt(llm: LLM, body: SessionBody) -> list[int]:
     if body.messages is not None:
         if body.prompt is not None:
             raise ApiError(400, "prompt and messages exclude each other", param="prompt")
-        text = chat_text(llm, body.messages, add_generation_prompt=False, continue_final=False)
-        return llm.text_tokens(text)
+        return chat_prompt(
+            llm, body.messages, add_generation_prompt=False, continue_final=False
+        ).tokens
     return _tokens(llm, body.prompt or "", 0)
 
 

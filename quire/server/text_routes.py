@@ -8,8 +8,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.api.texts import ChatPrompt
 from quire.server.asking import check_ids, in_thread
-from quire.server.conversation import chat_text
+from quire.server.conversation import chat_prompt
 from quire.server.errors import ApiError
 from quire.server.state import State
 from quire.server.wire import as_json, read_as
@@ -56,11 +57,11 @@ async def tokenize(request: Request) -> Response:
     async with state.models.using(state.models.find(body.model, strict=False)) as llm:
         special = body.add_special if body.add_special is not None else body.add_special_tokens
         if body.messages is not None:
-            text = await in_thread(
-                chat_text, llm, body.messages, body.tools, body.chat_template_kwargs,
+            prompt: ChatPrompt = await in_thread(
+                chat_prompt, llm, body.messages, body.tools, None, body.chat_template_kwargs,
                 body.add_generation_prompt,
             )  # fmt: skip
-            ids = await in_thread(llm.text_tokens, text)
+            ids = prompt.tokens
         else:
             given = body.content if body.content is not None else body.prompt
             if given is None:
@@ -97,8 +98,8 @@ async def apply_template(request: Request) -> Response:
     state: State = request.app.state.quire
     body = await read_as(request, TemplateBody)
     async with state.models.using(state.models.find(body.model, strict=False)) as llm:
-        text = await in_thread(
-            chat_text, llm, body.messages, body.tools, body.chat_template_kwargs,
+        prompt: ChatPrompt = await in_thread(
+            chat_prompt, llm, body.messages, body.tools, None, body.chat_template_kwargs,
             body.add_generation_prompt, body.continue_final_message,
         )  # fmt: skip
-        return as_json({"prompt": text})
+        return as_json({"prompt": prompt.text})
