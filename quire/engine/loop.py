@@ -34,7 +34,7 @@ class Work:
         self.ended = False
         self.undo = undo
         """Ends it early; on the loop."""
-        self.tell: Callable[[], None] | None = None
+        self.told: list[Callable[[], None]] = []
         """Called on the loop whenever something came of it."""
         self.ref = loop.when_gone(self, undo)
 
@@ -210,8 +210,8 @@ class Loop:
             elif not work.done:
                 work.ended = True
                 work.undo()
-            if work.tell:
-                work.tell()
+            for tell in work.told:
+                tell()
 
     def cancel(self, sequence: Sequence) -> None:
         """Ends what runs on a sequence, if anything does."""
@@ -268,5 +268,6 @@ class Loop:
                 work.receive(output)
                 if work.done:
                     self.end(work)
-                elif work.tell:
-                    work.tell()
+                else:
+                    for tell in work.told:
+                        tell()

@@ -81,9 +81,7 @@ class Run:
                     sampling = replace(sampling, seed=(sampling.seed + n) % 2**64)
                 request = Request(tuple(prompt), sampling, ask.constraint, ask.salt)
                 begins.append(await self._prepared(request))
-        self.jobs = await ask.model.call(partial(_begin_all, begins), _end_all)
-        for job in self.jobs:
-            job.tell = self._tell
+        self.jobs = await ask.model.call(partial(_begin_all, begins, self._tell), _end_all)
         self.wake()  # what came before anybody listened
         ask.model.drive()
 
@@ -188,12 +186,13 @@ class Run:
         }  # fmt: skip
 
 
-def _begin_all(begins: list[Callable[[], Job]]) -> list[Job]:
+def _begin_all(begins: list[Callable[[], Job]], tell: Callable[[], None]) -> list[Job]:
     """All of them, or none."""
     jobs: list[Job] = []
     try:
         for begin in begins:
-            jobs.append(begin())
+            jobs.append(job := begin())
+            job.told.append(tell)
     except BaseException:
         _end_all(jobs)
         raise

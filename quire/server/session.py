@@ -17,11 +17,12 @@ from quire.engine.generation import Transcript
 from quire.engine.history import WayBack
 from quire.engine.loop import Job
 from quire.engine.request import Request
-from quire.engine.sequence import LOST, PARKED
+from quire.engine.sequence import LOST, PARKED, Mark
 from quire.server.errors import ApiError
 from quire.server.follow import News, Signal
 from quire.server.models import ServedModel
 
+_TURN = "~turn"  # no client can name a mark so
 NOTE = "quire.server"
 """Under this name a session's notes say what a server must know when it opens the file."""
 
@@ -89,13 +90,32 @@ class ServedSession:
             asked = replace(request, tokens=tokens, salt=sequence.salt)
             self._way_back = history.way_back(sequence)
             try:
-                return llm.loop.start(sequence, asked, transcript, matcher, keep=True)
+                job = llm.loop.start(sequence, asked, transcript, matcher, keep=True)
+                if whole and not history.cuts_anywhere:
+                    job.told.append(_first(job, self._mark_turn))
+                return job
             except BaseException:
                 self._way_back.go()
                 self._way_back.drop()
                 raise
 
         return begin
+
+    def _mark_turn(self) -> None:
+        """Marks the end of a prompt, where the next turn is sure to begin; on the loop.
+
+        What was answered comes back as text and may be cut into other tokens, and a state cannot
+        go back by many.
+        """
+        session = self.session
+        if before := session.marks.get(_TURN):
+            session.drop(before)
+        session.checkpoint(_TURN)
+
+    @property
+    def marks(self) -> dict[str, Mark]:
+        """Those that clients made."""
+        return {name: mark for name, mark in self.session.marks.items() if name != _TURN}
 
     async def append(self, news: News, tokens: list[int]) -> None:
         """Computes more tokens; whoever is cancelled meanwhile has appended nothing."""
@@ -104,7 +124,7 @@ class ServedSession:
             lambda: self.session.start_append(tokens), lambda made: made[0].undo()
         )
         signal = Signal()
-        work.tell = lambda: news.tell(signal)
+        work.told.append(lambda: news.tell(signal))
         self.model.drive()
         try:
             while not work.done:
@@ -140,7 +160,7 @@ class ServedSession:
             "parent": self.parent, "root": self.root,
             "checkpoints": [
                 {"name": name, "position": len(mark.record.tokens)}
-                for name, mark in self.session.marks.items()
+                for name, mark in self.marks.items()
             ],
             "memory": {
                 "bytes": held.bytes, "bytes_shared": held.bytes_shared,
@@ -158,7 +178,20 @@ class ServedSession:
         """Writes it to a file; how many bytes that took."""
         self.session.notes[NOTE] = {
             "model": self.model.name, "created": self.created, "parent": self.parent,
-            "root": self.root, "ttl_s": self.ttl_s,
+            "root": self.root, "ttl_s": self.ttl_s, "kept": self.kept,
         }  # fmt: skip
         self.session.save(path)
         return path.stat().st_size
+
+
+def _first(job: Job, do: Callable[[], None]) -> Callable[[], None]:
+    """Does something when a job's first token has come, and it goes on."""
+    done = False
+
+    def tell() -> None:
+        nonlocal done
+        if not done and job.token_ids and not job.done:
+            done = True
+            do()
+
+    return tell

@@ -173,7 +173,7 @@ async def checkpoint(request: Request) -> Response:
     session = await _session(request)
     name = None if body.name is None else checked_name(body.name, "a checkpoint's name")
     with session.owned("marked"):
-        if name in session.session.marks:
+        if name in session.marks:
             raise ApiError(
                 409, f"session {session.id!r} has a checkpoint {name!r} already",
                 code="checkpoint_exists",
@@ -191,7 +191,7 @@ async def rewind(request: Request) -> Response:
         raise ApiError(400, "rewind takes 'to', the name of a checkpoint, or 'tokens', how many")
     with session.owned("rewound"):
         if body.to is not None:
-            mark = session.session.marks.get(body.to)
+            mark = session.marks.get(body.to)
             if mark is None:
                 raise not_found("checkpoint", body.to, code="checkpoint_not_found")
             await _on_loop(session, lambda: session.session.rewind(mark))

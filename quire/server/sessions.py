@@ -105,6 +105,7 @@ class Sessions:
         told: Any = found.session.notes.pop(NOTE, None)
         found.saved, found.kept = name, True
         if isinstance(told, dict) and found.id == name:
+            found.kept = told.get("kept") is not False
             created, ttl_s = told.get("created"), told.get("ttl_s")
             found.created = created if isinstance(created, int) else found.created
             found.ttl_s = ttl_s if isinstance(ttl_s, (int, float)) and ttl_s > 0 else None
