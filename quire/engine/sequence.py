@@ -110,6 +110,8 @@ class Sequence:
         self.branch_at: int | None = None  # where its prompt leaves one that is known already
         self.waits_for: tuple[Sequence, int] | None = None  # who computes our first tokens too
         self.generation: Generation | None = None
+        self.owner = ""  # of the current or last request
+        self.priority = 0  # lower comes first
         self.speculation: Speculation | None = None  # of the current or last request
         self.failed = False  # whether its current or last request could not go on
 
@@ -243,8 +245,9 @@ class Sequence:
         """So many tokens of a new request were in memory when it came; why the rest was not."""
         self.cached, self.miss = tokens, miss
 
-    def start(self, generation: Generation) -> None:
+    def start(self, generation: Generation, owner: str = "", priority: int = 0) -> None:
         """A request begins to generate."""
+        self.owner, self.priority = owner, priority
         self.generation, self.failed = generation, False
         self.speculation = Speculation() if generation.drafter else None
 

@@ -13,6 +13,7 @@ from quire import config
 from quire.api.devices import budget_of
 from quire.api.llm import LLM
 from quire.devices.budget import Budget, Share
+from quire.engine.pace import Pace
 from quire.errors import BudgetError, RequestError
 from quire.server.errors import ApiError
 from quire.server.follow import Driver, on_engine
@@ -50,6 +51,7 @@ class ServedModel:
     def take(self, llm: LLM, failed: Callable[[BaseException], None]) -> None:
         """It is loaded now."""
         self._llm = llm
+        llm.engine.scheduler.pace = Pace()
         self._driver = Driver(llm.loop, failed)
 
     def give(self) -> LLM:

@@ -79,7 +79,9 @@ class Run:
                 sampling = ask.sampling
                 if sampling.seed is not None and n:
                     sampling = replace(sampling, seed=(sampling.seed + n) % 2**64)
-                request = Request(tuple(prompt), sampling, ask.constraint, ask.salt)
+                request = Request(
+                    tuple(prompt), sampling, ask.constraint, ask.salt, None, ask.key, ask.priority
+                )
                 begins.append(await self._prepared(request))
         self.jobs = await ask.model.call(partial(_begin_all, begins, self._tell), _end_all)
         self.wake()  # what came before anybody listened
