@@ -63,13 +63,13 @@ class ServedModel:
         return llm
 
     async def call(self, fn: Callable[[], T], unwanted: Callable[[T], None] = lambda _: None) -> T:
-        """Does something with the engine between steps."""
-        return await on_engine(self.llm.loop, fn, unwanted)
+        """Does something with the engine between steps.
 
-    def drive(self) -> None:
-        """There is something to compute."""
+        Whatever comes of it is driven from before it begins: its client may leave at once.
+        """
         assert self._driver is not None
         self._driver.drive()
+        return await on_engine(self.llm.loop, fn, unwanted)
 
 
 class Models:

@@ -85,7 +85,6 @@ class Run:
                 begins.append(await self._prepared(request))
         self.jobs = await ask.model.call(partial(_begin_all, begins, self._tell), _end_all)
         self.wake()  # what came before anybody listened
-        ask.model.drive()
 
     async def _prepared(self, request: Request) -> Callable[[], Job]:
         """What starts a job, on the loop; what takes long is done elsewhere, before."""

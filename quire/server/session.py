@@ -125,7 +125,6 @@ class ServedSession:
         )
         signal = Signal()
         work.told.append(lambda: news.tell(signal))
-        self.model.drive()
         try:
             while not work.done:
                 await signal.wait()
