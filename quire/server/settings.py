@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,7 +49,10 @@ class ServeSettings:
     @property
     def on_loopback(self) -> bool:
         """Whether only this machine can reach it."""
-        return self.host in ("localhost", "::1") or self.host.startswith("127.")
+        try:
+            return ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
 
     @property
     def url(self) -> str:
