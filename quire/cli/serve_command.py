@@ -56,5 +56,4 @@ def command(**options: Any) -> None:
         keep_alive_s=options.pop("keep_alive"), drain_s=options.pop("drain"),
         max_body=parse_bytes(options.pop("max_body")), load=load, **options,
     )  # fmt: skip
-    click.echo(f"serving {', '.join(settings.models)} at {settings.url}", err=True)
-    serve(settings)
+    serve(settings, lambda url: click.echo(f"serving at {url}", err=True))

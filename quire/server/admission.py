@@ -39,8 +39,6 @@ class Admission:
         self.waiting: list[Waiting] = []
         self.draining = False
         self._served: Counter[str] = Counter()
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     def check(self) -> None:
         """Refuses at once what the queue has no place for."""
@@ -88,7 +86,6 @@ class Admission:
         self._served[key] += weight
         if len(self._served) > 1000:  # long-lived servers meet many keys
             self._served = Counter(dict(self._served.most_common(500)))
-        self._idle.clear()
 
     def _next(self) -> None:
         """Lets in whoever is next, as long as there is a place."""
@@ -103,7 +100,6 @@ class Admission:
             self._take(one.key, one.weight)
             one.turn.set_result(None)
         if not self.running and not self.waiting:
-            self._idle.set()
             self._served.clear()
 
     def _chosen(self) -> Waiting:
@@ -112,7 +108,3 @@ class Admission:
         if oldest.since < late:
             return oldest
         return min(self.waiting, key=lambda w: (w.priority, self._served[w.key], w.since))
-
-    async def drained(self) -> None:
-        """Until nobody runs or waits."""
-        await self._idle.wait()

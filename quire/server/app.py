@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from starlette.applications import Starlette
@@ -66,20 +65,9 @@ def _route(method: str, path: str, handler: Handler) -> Route:
 
 
 def build(settings: ServeSettings) -> Starlette:
-    """The application of a server."""
-
-    @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        state = app.state.quire = State(settings)
-        try:
-            await state.open()
-            yield
-            await state.drain()
-        finally:
-            await state.close()
-
+    """The application of a server; `app.state.quire` is set before it is asked anything."""
     app = Starlette(
-        routes=merged(routes()), lifespan=lifespan,
+        routes=merged(routes()),
         exception_handlers={
             ApiError: _api_error, QuireError: _api_error, HTTPException: _http_error,
             Disconnected: _gone,

@@ -6,19 +6,24 @@ import asyncio
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
+from math import ceil
 from typing import Any
 
 import h11
 import msgspec
 import uvicorn
+from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from quire.errors import RequestError
 from quire.server.app import build
 from quire.server.errors import ApiError
 from quire.server.settings import ServeSettings
+from quire.server.state import State
 
 HEAD_S = 20.0
 """Seconds in which a request's head has to come."""
@@ -102,7 +107,32 @@ def _raw(status: int, message: str) -> bytes:
 
 
 class Server(uvicorn.Server):
-    """Ends with status 0 when it is told to end; a second signal does not wait for anybody."""
+    """Opens and closes what is served with itself; told to end, it ends with status 0."""
+
+    def __init__(self, config: uvicorn.Config, app: Starlette, settings: ServeSettings) -> None:
+        super().__init__(config)
+        self._app = app
+        self._settings = settings
+        self.state: State | None = None
+        self.when_ready: Callable[[], None] = lambda: None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Models first; then requests are taken."""
+        self.state = self._app.state.quire = State(self._settings)
+        try:
+            await self.state.open()
+            await super().startup(sockets)
+        except BaseException:
+            await self.state.close()
+            raise
+        self.when_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """What runs comes to its end, or is cut off after a while; then all is given back."""
+        assert self.state is not None
+        self.state.stop_admitting()
+        await super().shutdown(sockets)
+        await self.state.close()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -118,28 +148,38 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     def _told(self, number: int, frame: Any) -> None:
-        state = getattr(self.app_state, "quire", None)
-        if state is not None:
-            state.stop_admitting()
+        if self.state is not None:
+            self.state.stop_admitting()
         self.handle_exit(number, frame)
-
-    app_state: Any = None
 
 
 def make(settings: ServeSettings) -> Server:
     """A server that is ready to run."""
     app = build(settings)
     config = uvicorn.Config(
-        app, host=settings.host, port=settings.port, http=Protocol, ws="none", lifespan="on",
+        app, host=settings.host, port=settings.port, http=Protocol, ws="none", lifespan="off",
         loop="uvloop" if find_spec("uvloop") else "asyncio", access_log=False, log_level="warning",
         server_header=False, date_header=True, proxy_headers=False, timeout_keep_alive=15,
-        timeout_graceful_shutdown=int(settings.drain_s) or None, backlog=1024,
+        timeout_graceful_shutdown=max(ceil(settings.drain_s), 1), backlog=1024,
     )  # fmt: skip
-    server = Server(config)
-    server.app_state = app.state
-    return server
+    return Server(config, app, settings)
 
 
-def serve(settings: ServeSettings) -> None:
-    """Serves until it is told to end."""
-    make(settings).run()
+def serve(settings: ServeSettings, ready: Callable[[str], None] = lambda url: None) -> None:
+    """Serves until it is told to end; `ready` hears where, once requests are taken."""
+    server = make(settings)
+    with _listening(settings) as sock:
+        address = replace(settings, port=sock.getsockname()[1])
+        server.when_ready = lambda: ready(address.url)
+        server.run(sockets=[sock])
+
+
+def _listening(settings: ServeSettings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    try:
+        return socket.create_server((settings.host, settings.port), family=family, backlog=1024)
+    except (OSError, OverflowError) as error:
+        raise RequestError(
+            f"cannot listen on {settings.host}, port {settings.port}: {error}; "
+            "is another server there? --port takes another one, 0 any that is free"
+        ) from error

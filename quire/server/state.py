@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from contextlib import suppress
 from pathlib import Path
 
 from quire.server.admission import Admission
@@ -71,13 +70,6 @@ class State:
     def stop_admitting(self) -> None:
         """Takes nothing more in: the server is about to end."""
         self.ready, self.admission.draining = False, True
-
-    async def drain(self) -> None:
-        """Lets what runs come to its end."""
-        self.stop_admitting()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self.settings.drain_s):
-                await self.admission.drained()
 
     async def close(self) -> None:
         """Saves sessions if that was asked for, and gives everything back."""

@@ -45,8 +45,8 @@ class Rig:
     @property
     def state(self) -> State:
         """What the server's requests share; to look at."""
-        state: State = self.server.app_state.quire
-        return state
+        assert self.server.state is not None
+        return self.server.state
 
     @property
     def llm(self) -> Any:

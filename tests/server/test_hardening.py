@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +26,14 @@ COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
 def raw(rig: Rig, data: bytes, within: float = 10.0) -> bytes:
     """What comes back for some bytes."""
     with socket.create_connection(("127.0.0.1", rig.port), timeout=within) as connection:
-        try:
+        with suppress(OSError):  # it may be refused before all of it was sent
             connection.sendall(data)
-        except OSError:
-            pass  # it was refused before all of it was sent
         got = b""
-        try:
+        with suppress(OSError):
             while part := connection.recv(65536):
                 got += part
                 if b"}}" in got:
                     break
-        except OSError:
-            pass
         return got
 
 
@@ -212,10 +209,12 @@ def test_every_route_needs_the_key(locked: Rig) -> None:
 
 
 def test_keys_open(locked: Rig) -> None:
-    for headers in (
-        {"Authorization": "Bearer first"}, {"Authorization": "bearer second"}, {"x-api-key": "first"}
-    ):  # fmt: skip
-        assert locked.http.get("/health", headers=headers).is_success
+    for name, key in (
+        ("Authorization", "Bearer first"),
+        ("Authorization", "bearer second"),
+        ("x-api-key", "first"),
+    ):
+        assert locked.http.get("/health", headers={name: key}).is_success
 
 
 def test_binding_elsewhere_needs_a_key() -> None:
@@ -350,7 +349,7 @@ def test_a_sequence_that_cannot_fit_fails_alone(tmp_path: Path) -> None:
 
 
 def test_slow_senders_are_thrown_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hundred that send a byte now and then and a hundred that send nothing, while one is served."""
+    """A hundred that send a byte now and then, a hundred that send nothing: one is served."""
     assert serving_module.HEAD_S + serving_module.BODY_S <= 75
     monkeypatch.setattr(serving_module, "HEAD_S", 1.0)
     monkeypatch.setattr(serving_module, "BODY_S", 1.5)

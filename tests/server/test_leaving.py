@@ -8,6 +8,7 @@ import random
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -137,10 +138,8 @@ async def abort(http: httpx.AsyncClient, random: random.Random) -> None:
         path, body = "/v1/sessions", {"prompt": tokens, "ttl_s": 0.2}
     elif kind < 0.45:
         more = {"prompt": "a", "structured_outputs": {"regex": "[a-z]{40}"}}  # type: ignore[dict-item]
-    try:
+    with suppress(TimeoutError, httpx.HTTPError):
         await asyncio.wait_for(read(http, path, {**body, **more}), random.expovariate(8))
-    except (TimeoutError, httpx.HTTPError):
-        pass
 
 
 async def read(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> None:
