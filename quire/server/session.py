@@ -14,12 +14,12 @@ import numpy as np
 from quire.api.session import Session
 from quire.engine.constrain import Matcher
 from quire.engine.generation import Transcript
+from quire.engine.guest import Guest
 from quire.engine.history import WayBack
 from quire.engine.loop import Job
 from quire.engine.request import Request
 from quire.engine.sequence import LOST, PARKED, Mark
 from quire.server.errors import ApiError
-from quire.server.follow import News, Signal
 from quire.server.models import ServedModel
 
 _TURN = "~turn"  # no client can name a mark so
@@ -117,20 +117,21 @@ class ServedSession:
         """Those that clients made."""
         return {name: mark for name, mark in self.session.marks.items() if name != _TURN}
 
-    async def append(self, news: News, tokens: list[int]) -> None:
+    async def append(self, tokens: list[int]) -> None:
         """Computes more tokens; whoever is cancelled meanwhile has appended nothing."""
         loop = self.model.llm.loop
         work, way_back = await self.model.call(
             lambda: self.session.start_append(tokens), lambda made: made[0].undo()
         )
-        signal = Signal()
-        work.told.append(lambda: news.tell(signal))
+        guest = Guest(loop, lambda: work.done)  # no output says that tokens are computed
+        loop.seat.add_guest(guest)
         try:
-            while not work.done:
-                await signal.wait()
+            await guest.future
         except BaseException:
             loop.later(lambda: loop.end(work))
             raise
+        finally:
+            loop.seat.remove_guest(guest)
 
         def settle() -> None:
             loop.end(work)

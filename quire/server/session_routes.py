@@ -121,7 +121,7 @@ def _tokens(llm: LLM, prompt: str | list[int], behind: int) -> list[int]:
 async def _append(state: State, served: ServedSession, tokens: list[int]) -> None:
     """Computes more tokens of a session; whoever leaves meanwhile has appended nothing."""
     async with state.admission.enter("", 0, 1):
-        await served.append(state.news, tokens)
+        await served.append(tokens)
 
 
 async def listed(request: Request) -> Response:
