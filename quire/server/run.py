@@ -6,7 +6,6 @@ and writes the end from `usage`, `timings` and `memory`. Leaving the run ends it
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from quire.api.stream import end_soon
 from quire.api.texts import ChatPrompt
 from quire.engine.loop import Job
 from quire.engine.request import Request
+from quire.server.compilers import Compilers
 from quire.server.follow import News, Signal
 from quire.server.models import ServedModel
 from quire.types import Constraint, Sampling, TokenLogprob
@@ -63,10 +63,11 @@ class Delta(NamedTuple):
 class Run:
     """Jobs of one request: choice `i` belongs to prompt `i // n`."""
 
-    def __init__(self, ask: Ask, news: News) -> None:
+    def __init__(self, ask: Ask, news: News, compilers: Compilers) -> None:
         self.ask = ask
         self.jobs: list[Job] = []
         self._news = news
+        self._compilers = compilers
         self._changed = Signal()
         self._failure: BaseException | None = None
 
@@ -89,11 +90,9 @@ class Run:
     async def _prepared(self, request: Request) -> Callable[[], Job]:
         """What starts a job, on the loop; what takes long is done elsewhere, before."""
         ask, llm = self.ask, self.ask.model.llm
-        if request.constraint is None:
-            transcript, matcher = llm.transcript(ask.stop), None
-        else:
-            transcript = llm.transcript(ask.stop)
-            matcher = await asyncio.to_thread(llm.matcher, request)
+        transcript, matcher = llm.transcript(ask.stop), None
+        if request.constraint is not None:
+            matcher = await self._compilers.compile(llm, request)
         if ask.session is not None:
             return ask.session.beginning(request, transcript, matcher, ask.whole)
 
@@ -226,7 +225,7 @@ async def started(state: State, ask: Ask) -> AsyncIterator[Run]:
         await stack.enter_async_context(
             state.admission.enter(ask.key, ask.priority, max(choices, 1))
         )
-        run = Run(ask, state.news)
+        run = Run(ask, state.news, state.compilers)
         state.runs.add(run)
         stack.callback(state.runs.discard, run)
         stack.callback(run.close)

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from quire.server.admission import Admission
+from quire.server.compilers import Compilers
 from quire.server.errors import ApiError, told
 from quire.server.follow import News
 from quire.server.models import Models
@@ -29,6 +30,7 @@ class State:
         """Requests that are on the engine."""
         self.models = Models(settings, self._broken)
         self.sessions = Sessions(self.models, settings.sessions_in)
+        self.compilers = Compilers()
         self.admission = Admission(settings.max_running, settings.max_queue)
         self.ready = False
         self._tidying: asyncio.Task[None] | None = None
