@@ -17,6 +17,7 @@ from quire.server import (
     chat_routes,
     completions_routes,
     memory_routes,
+    openapi,
     session_routes,
     text_routes,
 )
@@ -57,6 +58,7 @@ def routes() -> list[Route]:
             _route("POST", f"{prefix}/completions", completions_routes.completions),
             _route("POST", f"{prefix}/chat/completions", chat_routes.chat),
         ]
+    made.append(_route("GET", "/openapi.json", openapi.endpoint(made)))
     return made
 
 
