@@ -17,6 +17,7 @@ _COMMANDS = {
     "run": "Continue a prompt.",
     "chat": "Talk with a model.",
     "serve": "Serve models over HTTP.",
+    "ps": "Tell what a running server holds.",
     "show": "Tell what a model file holds.",
     "list": "List the models that are here.",
     "pull": "Fetch a model.",

@@ -6,7 +6,7 @@ and writes the end from `usage`, `timings` and `memory`. Leaving the run ends it
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -68,6 +68,8 @@ class Run:
         self.jobs: list[Job] = []
         self._news = news
         self._compilers = compilers
+        self.at_end: Callable[[], Awaitable[None]] | None = None
+        """Gives back what was held for it, besides pages."""
         self._changed = Signal()
         self._failure: BaseException | None = None
 
@@ -136,6 +138,8 @@ class Run:
                 await self._changed.wait()
                 if self._failure:
                     raise self._failure
+        if self.at_end:  # before a client hears of the end, and asks for the next thing
+            await self.at_end()
 
     def close(self) -> None:
         """Ends what still runs, before the next step."""

@@ -44,6 +44,7 @@ class Turn:
             self.run = await self.stack.enter_async_context(started(self.state, ask))
             if ask.session is not None:
                 self.stack.push_async_callback(self._end_session)
+            self.run.at_end = self.close
         except BaseException:
             await self.stack.aclose()
             raise
