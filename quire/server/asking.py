@@ -44,6 +44,7 @@ class Common(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
+    json_schema: dict[str, Any] | None = None
     cache_salt: str | None = None
     priority: int | None = None
     session_id: str | None = None
@@ -111,10 +112,16 @@ class Common(msgspec.Struct, kw_only=True):
     def constraint(self) -> Constraint | None:
         """What the answer must look like."""
         form, structured = self.response_format, self.structured_outputs
-        if form and form.get("type") not in (None, "text"):
-            if structured:
-                raise ApiError(400, "response_format and structured_outputs exclude each other")
+        if form and form.get("type") in (None, "text"):
+            form = None
+        if sum(1 for one in (form, structured, self.json_schema) if one) > 1:
+            raise ApiError(
+                400, "response_format, structured_outputs and json_schema exclude each other"
+            )
+        if form:
             return _response_format(form)
+        if self.json_schema is not None:
+            return Json(compact(self.json_schema))
         return _structured(structured) if structured else None
 
 

@@ -65,6 +65,8 @@ def _check(body: CompletionBody) -> None:
     for name, plain in (("suffix", (None, "")), ("best_of", (None, 1, body.n))):
         if getattr(body, name) not in plain:
             raise ApiError(400, f"{name} is not supported; leave it out", param=name)
+    if body.echo and body.logprobs is not None:
+        raise ApiError(400, "logprobs are not told of a prompt: leave echo out", param="echo")
     if body.prompt is None and body.session_id is None:
         raise ApiError(
             400, "prompt is missing: a text, token ids, or a list of them", param="prompt"

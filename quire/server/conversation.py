@@ -33,11 +33,13 @@ def chat_prompt(
     if taken := _OURS & extra.keys():
         names, param = ", ".join(sorted(taken)), "chat_template_kwargs"
         raise ApiError(400, f"{param} cannot set {names}", param=param)
+    if continue_final and add_generation_prompt:
+        raise ApiError(400, "continue_final_message and add_generation_prompt exclude each other")
     choice = _choice(tool_choice)
     last = ready[-1]
     if last.get("role") == "assistant" and last.get("content") and continue_final is not False:
         return _continued(llm, ready, tools or None, choice, extra)
-    if continue_final:
+    if continue_final:  # nothing to go on with
         raise ApiError(
             400, "continue_final_message needs a last message of the assistant, with a content",
             param="continue_final_message",

@@ -93,6 +93,7 @@ def test_openai_async_and_leaving(rig: Rig) -> None:
     rig.idle(within=2)
 
 
+@pytest.mark.slow  # only because it takes long to import
 def test_litellm(rig: Rig, wanted: str) -> None:
     litellm = pytest.importorskip("litellm")
     where = {"api_base": f"{rig.url}/v1", "api_key": "none"}

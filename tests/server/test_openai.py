@@ -153,6 +153,8 @@ def test_last_message_of_the_assistant_is_gone_on_with(rig: Rig) -> None:
         "/apply-template", messages=turns("Hello", "I think "), continue_final_message=False
     )
     assert not closed["prompt"].endswith("I think ")
+    both = {"continue_final_message": True, "add_generation_prompt": True}
+    rig.refused(400, "/v1/chat/completions", messages=turns("Hello", "I"), **both)
 
 
 def test_template_arguments_reach_the_template(rig: Rig) -> None:
@@ -197,6 +199,10 @@ def test_other_structures(rig: Rig) -> None:
     assert text(grammar='start: "x" "y"') == "xy"
     rig.refused(400, "/v1/completions", prompt="a", structured_outputs={"regex": "a", "json": {}})
     rig.refused(400, "/v1/completions", prompt="a", response_format={"type": "xml"})
+    made = rig.complete("So", 8, json_schema={"const": "a"})["choices"][0]["text"]
+    assert made == '"a"'
+    rig.refused(400, "/v1/completions", prompt="a", echo=True, logprobs=1)
+    assert rig.complete("So", 2, echo=True)["choices"][0]["text"].startswith("So")
 
 
 def test_models_have_names(rig: Rig) -> None:
