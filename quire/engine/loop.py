@@ -86,13 +86,14 @@ class Job(Work):
         self.transcript.read(self.token_ids, self._hidden)
         if output.finish_reason:
             self.transcript.end()
+            self.held = self._look()
         self.error = output.error
         self.finish_reason = output.finish_reason
 
     def cancel(self) -> None:
         """Nobody waits for the rest; its pages are still there to be counted."""
-        self.held = self._look()
         if not self.done:
+            self.held = self._look()
             self.finish_reason = "cancelled"
 
     def _look(self) -> Footprint:
