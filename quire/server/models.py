@@ -14,7 +14,7 @@ from quire.api.devices import budget_of
 from quire.api.llm import LLM
 from quire.devices.budget import Budget, Share
 from quire.engine.pace import Pace
-from quire.errors import BudgetError, RequestError
+from quire.errors import BudgetError, QuireError, RequestError
 from quire.server.errors import ApiError
 from quire.server.follow import Driver, on_engine
 from quire.server.settings import ServeSettings
@@ -132,6 +132,10 @@ class Models:
                 if not idle:
                     raise
                 await self.unload(min(idle, key=lambda m: m.last_used))
+            except QuireError as error:
+                raise ApiError(
+                    503, f"model {model.name!r} cannot be loaded: {error}", code="model_unavailable"
+                ) from error
         model.take(llm, self._failed)
 
     def _loaded(self, model: ServedModel) -> LLM:

@@ -53,8 +53,11 @@ class State:
     async def open(self) -> None:
         """Loads the model, if there is only one; several are loaded when they are used."""
         if len(self.models.by_name) == 1:
-            async with self.models.using(self.models.default):
-                pass
+            try:
+                async with self.models.using(self.models.default):
+                    pass
+            except ApiError as error:
+                raise error.__cause__ or error from None
         self._tidying = asyncio.create_task(self._tidy())
         self.ready = True
 
