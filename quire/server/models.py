@@ -33,7 +33,7 @@ class ServedModel:
         self.users = 0
         """Requests and sessions that need it loaded."""
         self.last_used = time.monotonic()
-        self.loading = asyncio.Lock()
+        self.loading: asyncio.Task[None] | None = None
         self._llm: LLM | None = None
         self._driver: Driver | None = None
 
@@ -114,13 +114,24 @@ class Models:
         """A model, loaded if need be; it stays so meanwhile."""
         model.users += 1
         try:
-            async with model.loading:
-                if not model.loaded:
-                    await self._load(model)
+            while not model.loaded:
+                await asyncio.shield(self._loading(model))
             yield model.llm
         finally:
             model.users -= 1
             model.last_used = time.monotonic()
+
+    def _loading(self, model: ServedModel) -> asyncio.Task[None]:
+        """The one load that all who need a model wait for; it goes on if they leave."""
+        if model.loading is None:
+            model.loading = task = asyncio.create_task(self._load(model))
+
+            def loaded(done: asyncio.Task[None]) -> None:
+                model.loading = None
+                done.cancelled() or done.exception()  # whoever waited has heard of it
+
+            task.add_done_callback(loaded)
+        return model.loading
 
     async def _load(self, model: ServedModel) -> None:
         while True:

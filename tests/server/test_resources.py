@@ -212,3 +212,21 @@ def test_a_model_that_cannot_be_loaded_is_not_the_clients_fault(tmp_path: Path) 
         error = rig.refused(503, "/v1/completions", model="broken", prompt="a")
         assert error["code"] == "model_unavailable" and str(tmp_path) not in error["message"]
         assert rig.complete("a", 1)["choices"]
+
+
+def test_who_leaves_while_a_model_loads_leaves_a_loaded_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(tmp_path, DENSE, HYBRID) as rig:
+        real = rig.state.models._loaded
+
+        def slowly(model: Any) -> Any:
+            time.sleep(0.5)
+            return real(model)
+
+        monkeypatch.setattr(rig.state.models, "_loaded", slowly)
+        with pytest.raises(httpx.TimeoutException):
+            rig.http.post("/v1/completions", json={"prompt": "a"}, timeout=0.2)
+        until(lambda: names(rig)["tiny-dense"])
+        assert rig.state.models.default.users == 0
+        assert rig.complete("a", 1)["choices"]
