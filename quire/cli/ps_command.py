@@ -7,10 +7,11 @@ from typing import Any
 
 import click
 
+from quire.cli.flags import Command
 from quire.cli.remote import URL, Remote
 
 
-@click.command("ps")
+@click.command("ps", cls=Command)
 @click.option("--url", default=URL, show_default=True, help="Where the server is.")
 @click.option("--api-key", envvar="QUIRE_API_KEY", help="The key that it wants.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")

@@ -12,6 +12,8 @@ from urllib.parse import urlsplit
 
 import click
 
+from quire.cli.options import sampling_from
+from quire.cli.prompt import whole_prompt
 from quire.errors import RequestError
 
 URL = "http://127.0.0.1:8080"
@@ -95,12 +97,8 @@ def or_remote(remote: Callable[..., None]) -> Callable[[Any], Any]:
 
 
 def sampling_body(options: dict[str, Any]) -> dict[str, Any]:
-    """The options of sampling as a server reads them."""
-    names = {
-        "n_predict": "max_tokens", "temp": "temperature", "top_k": "top_k", "top_p": "top_p",
-        "min_p": "min_p", "repeat_penalty": "repetition_penalty", "seed": "seed",
-    }  # fmt: skip
-    body = {name: options[flag] for flag, name in names.items() if options.get(flag) is not None}
+    """The options of sampling that were given, as a server reads them."""
+    body: dict[str, Any] = dict(sampling_from(dict(options)))
     source = click.get_current_context().get_parameter_source("model")
     if source is click.core.ParameterSource.COMMANDLINE:
         body["model"] = options["model"]
@@ -109,9 +107,8 @@ def sampling_body(options: dict[str, Any]) -> dict[str, Any]:
 
 def run_remotely(server: Remote, options: dict[str, Any]) -> None:
     """`quire run --url`: the answer to a prompt, as it comes."""
-    prompt = options.get("prompt") or options.get("asked")
-    if prompt in (None, "-"):
-        prompt = sys.stdin.read()
+    asked = options["prompt"] if options["asked"] is None else options["asked"]
+    prompt = whole_prompt(asked, options["file"])
     body = sampling_body(options)
     if options.get("stop"):
         body["stop"] = list(options["stop"])

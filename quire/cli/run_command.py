@@ -50,9 +50,9 @@ from quire.types import Completion, Constraint, Grammar, Json, Regex, Sampling
 @click.option("--regex", help="Answer in text that this regular expression matches.")
 @click.option("--json", "as_json", is_flag=True,
               help="One JSON object: text, token_ids, timings, speculation, memory.")  # fmt: skip
-from quire.cli.prompt import whole_prompt
-from quire.cli.remote import or_remote, run_remotely
-from quire.cli.streams import note, shown
+@or_remote(run_remotely)
+def command(prompt: str | None, asked: str | None, file: str | None, **options: Any) -> None:
+    """Answer PROMPT, with what comes on standard input behind it, as it comes.
 
     A model with a chat template answers the prompt as a user's message; --raw, and a model
     without a template, continue the text as it stands. An answer that is cut is told on standard

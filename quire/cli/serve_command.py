@@ -8,11 +8,12 @@ from typing import Any
 
 import click
 
-from quire.cli.options import LoadBar, load_options, load_settings
+from quire.cli.flags import Command
+from quire.cli.options import fetched, load_options, load_settings
 from quire.errors import RequestError
 
 
-@click.command("serve")
+@click.command("serve", cls=Command)
 @click.option("-m", "--model", "models", multiple=True, default=("smollm2",), show_default=True,
               help="Alias, .gguf file, folder of safetensors, or hf:owner/repo/file; given more "
               "than once, each is loaded when it is first used.")  # fmt: skip
@@ -47,17 +48,12 @@ def command(**options: Any) -> None:
         raise RequestError(
             f"the server needs {', '.join(missing)}; install them with: pip install 'quire[serve]'"
         )
-    from quire.config import cache_folder, parse_bytes
+    from quire.config import parse_bytes
     from quire.server.serving import serve
     from quire.server.settings import ServeSettings
-    from quire.weights.pull import resolve
 
     for model in options["models"]:  # all of them, so that a wrong name is told now
-        bar = LoadBar(0, "fetching")
-        try:
-            resolve(model, cache_folder(), bar)
-        finally:
-            bar.close()
+        fetched(model)
     load = load_settings(options)
     settings = ServeSettings(
         keep_alive_s=options.pop("keep_alive"), drain_s=options.pop("drain"),

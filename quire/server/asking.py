@@ -121,7 +121,7 @@ class Common(msgspec.Struct, kw_only=True):
         if form:
             return _response_format(form)
         if self.json_schema is not None:
-            return Json(compact(self.json_schema))
+            return Json(self.json_schema)
         return _structured(structured) if structured else None
 
 
@@ -132,13 +132,13 @@ def _or(value: Any, default: Any) -> Any:
 def _response_format(form: dict[str, Any]) -> Constraint:
     match form:
         case {"type": "json_object", "schema": dict(schema)}:
-            return Json(compact(schema))
+            return Json(schema)
         case {"type": "json_object"}:
-            return Json(compact({"type": "object"}))
+            return Json({"type": "object"})
         case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
-            return Json(compact(schema))
+            return Json(schema)
         case {"type": "json_schema", "schema": dict(schema)}:
-            return Json(compact(schema))
+            return Json(schema)
     raise ApiError(
         400, "response_format is {'type': 'text'}, {'type': 'json_object'} or {'type': "
         "'json_schema', 'json_schema': {'schema': {…}}}", param="response_format",
@@ -150,14 +150,14 @@ def _structured(wanted: dict[str, Any]) -> Constraint:
     ways = [name for name, value in wanted.items() if value not in (None, False)]
     match {name: wanted[name] for name in ways}:
         case {"json": dict(schema), **rest} if not rest:
-            return Json(compact(schema))
+            return Json(schema)
         case {"json": str(schema), **rest} if not rest:
             try:
-                return Json(compact(json.loads(schema)))
+                return Json(dict(json.loads(schema)))
             except (ValueError, TypeError, RecursionError):
                 pass
         case {"json_object": True, **rest} if not rest:
-            return Json(compact({"type": "object"}))
+            return Json({"type": "object"})
         case {"regex": str(pattern), **rest} if not rest:
             return Regex(pattern)
         case {"grammar": str(grammar), **rest} if not rest:
@@ -169,13 +169,6 @@ def _structured(wanted: dict[str, Any]) -> Constraint:
         400, "structured_outputs has one of json, regex, choice, grammar, json_object",
         param="structured_outputs",
     )  # fmt: skip
-
-
-def compact(schema: dict[str, Any]) -> dict[str, Any]:
-    """A schema whose whitespace is bounded: small models run on in it without end."""
-    if not isinstance(schema, dict):
-        raise TypeError
-    return {**schema, "x-guidance": {"whitespace_flexible": False, **schema.get("x-guidance", {})}}
 
 
 async def in_thread(fn: Any, *args: Any) -> Any:

@@ -16,7 +16,7 @@ GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8}
 
 @pytest.fixture(scope="module")
 def wanted(rig: Rig) -> str:
-    return str(rig.llm.chat(turns("Hello there"), max_tokens=8).text)
+    return str(rig.llm.chat(turns("Hello there"), max_tokens=8, temperature=0).text)
 
 
 def test_openai(rig: Rig, wanted: str) -> None:

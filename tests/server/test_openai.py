@@ -13,7 +13,7 @@ STORY = "It was a dark night, and the old man"
 
 
 def test_completion_is_what_the_model_says(rig: Rig) -> None:
-    wanted = rig.llm.generate(STORY, max_tokens=12, ignore_eos=True)
+    wanted = rig.llm.generate(STORY, max_tokens=12, temperature=0, ignore_eos=True)
     answer = rig.complete(STORY)
     assert answer["object"] == "text_completion" and answer["model"] == "tiny-dense"
     (choice,) = answer["choices"]
@@ -89,7 +89,7 @@ def test_stop_ends_before_its_text(rig: Rig) -> None:
 
 
 def test_logit_bias_bans_and_forces(rig: Rig) -> None:
-    first = rig.llm.generate(STORY, max_tokens=1).token_ids[0]
+    first = rig.llm.generate(STORY, max_tokens=1, temperature=0).token_ids[0]
     banned = rig.complete(STORY, 1, logit_bias={str(first): -100}, logprobs=0)
     assert banned["choices"][0]["text"] != rig.llm.decode([first])
     forced = rig.complete(STORY, 1, logit_bias={"300": 100})
@@ -99,7 +99,9 @@ def test_logit_bias_bans_and_forces(rig: Rig) -> None:
 
 
 def test_logprobs_in_both_forms(rig: Rig) -> None:
-    wanted = rig.llm.generate(STORY, max_tokens=4, logprobs=2, ignore_eos=True).logprobs
+    wanted = rig.llm.generate(
+        STORY, max_tokens=4, temperature=0, logprobs=2, ignore_eos=True
+    ).logprobs
     told = rig.complete(STORY, 4, logprobs=2)["choices"][0]["logprobs"]
     assert told["token_logprobs"] == pytest.approx([one.logprob for one in wanted])
     assert [len(top) for top in told["top_logprobs"]] == [2] * 4
@@ -114,7 +116,7 @@ def test_logprobs_in_both_forms(rig: Rig) -> None:
 
 
 def test_chat_follows_the_template(rig: Rig) -> None:
-    wanted = rig.llm.chat(turns("Hello there"), max_tokens=12)
+    wanted = rig.llm.chat(turns("Hello there"), max_tokens=12, temperature=0)
     answer = rig.chat("Hello there")
     assert answer["object"] == "chat.completion"
     assert answer["choices"][0]["message"]["content"] == wanted.text
@@ -148,7 +150,7 @@ def test_last_message_of_the_assistant_is_gone_on_with(rig: Rig) -> None:
     assert prompt.endswith("I think ")
     text = rig.chat("Hello", "I think ")["choices"][0]["message"]["content"]
     ids = rig.llm.text_tokens(prompt)
-    assert text == rig.llm.generate(ids, max_tokens=12).text
+    assert text == rig.llm.generate(ids, max_tokens=12, temperature=0).text
     closed = rig.post(
         "/apply-template", messages=turns("Hello", "I think "), continue_final_message=False
     )

@@ -18,21 +18,27 @@ def run(*arguments: str, stdin: str | None = None) -> str:
 
 
 def test_run(rig: Rig) -> None:
-    wanted = rig.llm.chat(turns("Hello there"), max_tokens=8).text
-    assert run("run", "--url", rig.url, "-n", "8", "Hello there") == wanted + "\n"
-    assert run("run", "--url", f"{rig.url}/v1", "-n", "8", stdin="Hello there") == wanted + "\n"
-    raw = run("run", "--url", rig.url, "-n", "4", "--raw", "It was")
-    assert raw == rig.llm.generate("It was", max_tokens=4).text + "\n"
+    wanted = rig.llm.chat(turns("Hello there"), max_tokens=8, temperature=0).text
+    assert run("run", "--url", rig.url, "--temp", "0", "-n", "8", "Hello there") == wanted + "\n"
+    assert (
+        run("run", "--url", f"{rig.url}/v1", "--temp", "0", "-n", "8", stdin="Hello there")
+        == wanted + "\n"
+    )
+    raw = run("run", "--url", rig.url, "--temp", "0", "-n", "4", "--raw", "It was")
+    assert raw == rig.llm.generate("It was", max_tokens=4, temperature=0).text + "\n"
     told = json.loads(run("run", "--url", rig.url, "-n", "4", "--json", "Hello"))
     assert told["usage"]["completion_tokens"] <= 4
     assert run("run", "--url", rig.url, "--regex", "[ab]{2}", "Hello").strip("ab") == "\n"
 
 
 def test_chat(rig: Rig) -> None:
-    first = rig.llm.chat(turns("Hello there"), max_tokens=8).text
-    second = rig.llm.chat(turns("Hello there", first, "More"), max_tokens=8).text
+    first = rig.llm.chat(turns("Hello there"), max_tokens=8, temperature=0).text
+    second = rig.llm.chat(turns("Hello there", first, "More"), max_tokens=8, temperature=0).text
     talk = "Hello there\nMore\n/rewind\nMore\n/quit\n"
-    assert run("chat", "--url", rig.url, "-n", "8", stdin=talk) == f"{first}\n{second}\n{second}\n"
+    assert (
+        run("chat", "--url", rig.url, "--temp", "0", "-n", "8", stdin=talk)
+        == f"{first}\n{second}\n{second}\n"
+    )
     assert rig.http.get("/v1/sessions").json()["data"] == []
 
 

@@ -50,10 +50,10 @@ def test_completion_goes_on_and_stays(rig: Rig) -> None:
     second = go_on(rig, "two", " Then")
     # What the model keeps are its own tokens, so it is the same as asking with them.
     ids = rig.llm.encode(STORY)
-    alone = rig.llm.generate(ids, max_tokens=6, ignore_eos=True)
+    alone = rig.llm.generate(ids, max_tokens=6, temperature=0, ignore_eos=True)
     assert first == alone.text
     ids += alone.token_ids + rig.llm.encode(" Then", add_special=False)
-    assert second == rig.llm.generate(ids, max_tokens=6, ignore_eos=True).text
+    assert second == rig.llm.generate(ids, max_tokens=6, temperature=0, ignore_eos=True).text
     usage = rig.complete("", 3, session_id="two")["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] >= usage["prompt_tokens"] - 1
     rig.http.delete("/v1/sessions/two")
