@@ -117,7 +117,10 @@ def test_langchain(rig: Rig, wanted: str) -> None:
         "title": "Answer", "type": "object", "properties": {"yes": {"type": "boolean"}},
         "required": ["yes"], "additionalProperties": False,
     }  # fmt: skip
-    strict = chat.with_structured_output(schema, method="json_schema")
+    longer = langchain.ChatOpenAI(
+        model="tiny-dense", base_url=f"{rig.url}/v1", api_key="none", temperature=0, max_tokens=60
+    )
+    strict = longer.with_structured_output(schema, method="json_schema")
     assert set(strict.invoke("Is it?")) == {"yes"}
 
 
