@@ -55,8 +55,17 @@ class ChatBody(Common, kw_only=True):
 
 async def chat(request: Request) -> Response:
     """The next turn of a conversation."""
-    state: State = request.app.state.quire
     body = await read_as(request, ChatBody)
+    turn = await begin_chat(request, body)
+    answer = _Answer(turn, turn.run.ask.model.name, body)
+    if body.streams:
+        return turns.stream(turn, answer.chunks())
+    return as_json(await turns.finish(request, turn, answer.whole()))
+
+
+async def begin_chat(request: Request, body: ChatBody) -> Turn:
+    """Puts a conversation on the engine, whatever dialect it came in."""
+    state: State = request.app.state.quire
     model = state.models.find(body.model, strict=request.url.path.startswith("/v1/"))
     sampling = body.sampling(body.most_tokens, body.tops)
     n, stops, constraint = body.choices, body.stops(), body.constraint()
@@ -75,11 +84,7 @@ async def chat(request: Request) -> Response:
             whole=True,
         )  # fmt: skip
 
-    turn = await turns.begin(request, state, model, ask)
-    answer = _Answer(turn, model.name, body)
-    if body.streams:
-        return turns.stream(turn, answer.chunks())
-    return as_json(await turns.finish(request, turn, answer.whole()))
+    return await turns.begin(request, state, model, ask)
 
 
 class _Answer:

@@ -36,8 +36,17 @@ class CompletionBody(Common, kw_only=True):
 
 async def completions(request: Request) -> Response:
     """Continues one prompt or several."""
-    state: State = request.app.state.quire
     body = await read_as(request, CompletionBody)
+    turn = await begin_completion(request, body)
+    answer = _Answer(turn, turn.run.ask.model.name, body)
+    if body.streams:
+        return turns.stream(turn, answer.chunks())
+    return as_json(await turns.finish(request, turn, answer.whole()))
+
+
+async def begin_completion(request: Request, body: CompletionBody) -> Turn:
+    """Puts prompts on the engine, whatever dialect they came in."""
+    state: State = request.app.state.quire
     _check(body)
     model = state.models.find(body.model, strict=request.url.path.startswith("/v1/"))
     sampling = body.sampling(16 if body.max_tokens is None else body.max_tokens, body.logprobs)
@@ -54,11 +63,7 @@ async def completions(request: Request) -> Response:
             request.scope["quire.key"], body.rank, session,
         )  # fmt: skip
 
-    turn = await turns.begin(request, state, model, ask)
-    answer = _Answer(turn, model.name, body)
-    if body.streams:
-        return turns.stream(turn, answer.chunks())
-    return as_json(await turns.finish(request, turn, answer.whole()))
+    return await turns.begin(request, state, model, ask)
 
 
 def _check(body: CompletionBody) -> None:

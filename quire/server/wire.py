@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from quire.server.errors import ApiError
 
 T = TypeVar("T")
+JSON = "application/json"
 PING_S = 10.0
 """Seconds of silence after which a stream says that it is alive."""
 
@@ -32,11 +33,11 @@ def as_json(value: Any, status: int = 200, headers: dict[str, str] | None = None
     return Response(encode(value), status, headers, media_type="application/json")
 
 
-async def read_as(request: Request, form: type[T]) -> T:
-    """The body of a request as a type; refused where it is none."""
+async def read_as(request: Request, form: type[T], kinds: tuple[str, ...] = (JSON,)) -> T:
+    """The body of a request as a type; refused where it is none, or comes as another kind."""
     body = await _body(request)
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if body and kind != "application/json":
+    if body and kind not in kinds:
         raise ApiError(415, f"bodies are JSON (Content-Type: application/json), not {kind!r:.80}")
     try:
         return msgspec.json.decode(body or b"{}", type=form)
