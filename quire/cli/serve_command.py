@@ -43,7 +43,8 @@ def command(**options: Any) -> None:
 
     Only this machine can reach it unless --host says otherwise, which needs --api-key.
     """
-    missing = [name for name in ("starlette", "uvicorn", "msgspec") if not find_spec(name)]
+    needed = ("starlette", "uvicorn", "msgspec", "prometheus_client")
+    missing = [name for name in needed if not find_spec(name)]
     if missing:
         raise RequestError(
             f"the server needs {', '.join(missing)}; install them with: pip install 'quire[serve]'"

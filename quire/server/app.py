@@ -23,6 +23,9 @@ from quire.server import (
 )
 from quire.server.errors import ApiError
 from quire.server.guards import Guards
+from quire.server.other_routes import other_routes
+from quire.server.page_routes import page_routes
+from quire.server.records import Recording
 from quire.server.settings import ServeSettings
 from quire.server.state import State
 from quire.server.wire import Disconnected
@@ -58,8 +61,9 @@ def routes() -> list[Route]:
             _route("POST", f"{prefix}/completions", completions_routes.completions),
             _route("POST", f"{prefix}/chat/completions", chat_routes.chat),
         ]
+    made += other_routes()
     made.append(_route("GET", "/openapi.json", openapi.endpoint(made)))
-    return made
+    return made + page_routes()
 
 
 def _route(method: str, path: str, handler: Handler) -> Route:
@@ -77,6 +81,7 @@ def build(settings: ServeSettings) -> Starlette:
     )  # fmt: skip
     app.router.redirect_slashes = False
     app.add_middleware(Guards, settings=settings)
+    app.add_middleware(Recording)
     return app
 
 

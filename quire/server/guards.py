@@ -12,6 +12,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server.errors import ApiError, told
+from quire.server.page_routes import is_page
 from quire.server.settings import ServeSettings
 
 log = logging.getLogger("quire.server")
@@ -35,7 +36,8 @@ class Guards:
         try:
             self._check_host(headers)
             self._check_origin(headers)
-            scope["quire.key"] = self._check_key(headers)
+            if not is_page(scope["path"]):
+                scope["quire.key"] = self._check_key(headers)
             self._check_length(headers)
             await self._answer(scope, _Limited(receive, self._settings.max_body), send)
         except ApiError as error:

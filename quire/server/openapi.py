@@ -18,6 +18,7 @@ from quire.server import (
     session_routes,
     text_routes,
 )
+from quire.server.other_routes import OTHER_BODIES, OTHER_ERRORS
 from quire.server.wire import as_json
 
 BODIES: dict[tuple[str, str], type[msgspec.Struct]] = {
@@ -36,8 +37,9 @@ BODIES: dict[tuple[str, str], type[msgspec.Struct]] = {
     ("POST", "/v1/sessions/{id}/checkpoint"): session_routes.CheckpointBody,
     ("POST", "/v1/sessions/{id}/rewind"): session_routes.RewindBody,
     ("POST", "/v1/sessions/{id}/save"): session_routes.SaveBody,
+    **OTHER_BODIES,
 }
-"""What each route reads; other dialects add theirs."""
+"""What each route reads."""
 
 _ERROR = {
     "type": "object", "required": ["error"],
@@ -75,7 +77,8 @@ def description(routes: Iterable[Route]) -> dict[str, Any]:
 
 
 def _operation(method: str, path: str, route: Route) -> dict[str, Any]:
-    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    form = OTHER_ERRORS.get(path) or {"$ref": "#/components/schemas/Error"}
+    error = {"application/json": {"schema": form}}
     told: dict[str, Any] = {
         "summary": (route.endpoint.__doc__ or "").strip().splitlines()[0],
         "responses": {

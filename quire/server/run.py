@@ -226,11 +226,13 @@ async def started(state: State, ask: Ask) -> AsyncIterator[Run]:
     """A request's turn: it waits for it, runs, and everything is given back at the end."""
     async with AsyncExitStack() as stack:
         choices = len(ask.prompts) * ask.n
+        state.records.asked(ask)
         await stack.enter_async_context(
             state.admission.enter(ask.key, ask.priority, max(choices, 1))
         )
         run = Run(ask, state.news, state.compilers)
         state.runs.add(run)
+        state.records.runs(run)
         stack.callback(state.runs.discard, run)
         stack.callback(run.close)
         await run.begin()

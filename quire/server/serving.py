@@ -22,6 +22,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from quire.errors import RequestError
 from quire.server.app import build
 from quire.server.errors import ApiError
+from quire.server.records import log_to_stderr
 from quire.server.settings import ServeSettings
 from quire.server.state import State
 
@@ -167,6 +168,7 @@ def make(settings: ServeSettings) -> Server:
 
 def serve(settings: ServeSettings, ready: Callable[[str], None] = lambda url: None) -> None:
     """Serves until it is told to end; `ready` hears where, once requests are taken."""
+    log_to_stderr()
     server = make(settings)
     with _listening(settings) as sock:
         address = replace(settings, port=sock.getsockname()[1])

@@ -11,7 +11,9 @@ from quire.server.admission import Admission
 from quire.server.compilers import Compilers
 from quire.server.errors import ApiError, told
 from quire.server.follow import News
+from quire.server.live import Live
 from quire.server.models import Models
+from quire.server.records import Records
 from quire.server.run import Run
 from quire.server.sessions import Sessions
 from quire.server.settings import ServeSettings
@@ -32,6 +34,8 @@ class State:
         self.sessions = Sessions(self.models, settings.sessions_in)
         self.compilers = Compilers()
         self.admission = Admission(settings.max_running, settings.max_queue)
+        self.records = Records(settings.log_text)
+        self.live = Live(self)
         self.ready = False
         self._tidying: asyncio.Task[None] | None = None
 
@@ -78,6 +82,7 @@ class State:
 
     async def close(self) -> None:
         """Saves sessions if that was asked for, and gives everything back."""
+        self.live.close()
         if self._tidying:
             self._tidying.cancel()
         for session in list(self.sessions.by_id.values()):
