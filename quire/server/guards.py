@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server.errors import ApiError, told
-from quire.server.page_routes import is_page
+from quire.server.page_routes import is_file, is_page
 from quire.server.settings import ServeSettings
 
 log = logging.getLogger("quire.server")
@@ -36,8 +36,7 @@ class Guards:
         try:
             self._check_host(headers)
             self._check_origin(headers)
-            if not is_page(scope["path"]):
-                scope["quire.key"] = self._check_key(headers)
+            scope["quire.key"] = self._key_for(scope["path"], headers)
             self._check_length(headers)
             await self._answer(scope, _Limited(receive, self._settings.max_body), send)
         except ApiError as error:
@@ -71,6 +70,15 @@ class Guards:
         origin = headers.get("origin")
         if origin is not None and urlsplit(origin).netloc != headers.get("host"):
             raise ApiError(403, "requests from pages of other servers are not answered")
+
+    def _key_for(self, path: str, headers: Headers) -> str | None:
+        """Who asks; None for a page that asks for the key, and its files."""
+        try:
+            return self._check_key(headers)
+        except ApiError:
+            if is_file(path) or is_page(path, headers.get("accept", "")):
+                return None
+            raise
 
     def _check_key(self, headers: Headers) -> str:
         """Who asks; every key is compared, in constant time."""

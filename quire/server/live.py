@@ -95,6 +95,7 @@ class Live:
             self._sections = {}
             self._watching = asyncio.create_task(self._watch())
         try:
+            await self._looked.wait()  # what was seen for somebody before may be old
             while not self._state.admission.draining:
                 now = self._sections
                 changed = {

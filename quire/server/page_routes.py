@@ -1,7 +1,8 @@
 """The page at `/`: files of the package, named by what is in them so that browsers keep them.
 
 They are the same for everybody and hold no figures, so they are served without a key; what the
-page shows it asks for with one.
+page shows it asks for with one. Where there is a key, browsers cannot send it with `/`: they get
+401 like everybody, and with it the page, which asks for the key.
 """
 
 from __future__ import annotations
@@ -44,10 +45,14 @@ class Page:
         self.version = digest.hexdigest()[:16]
         index = self._files.pop("index.html")
         self._index = index.replace(b"{{files}}", f"{PREFIX}/{self.version}".encode())
+        self._asking = self._index.replace(b"<html ", b'<html data-key="needed" ', 1)
 
     async def index(self, request: Request) -> Response:
         """The page itself, asked for anew each time."""
         headers = {**_GUARDS, "Cache-Control": "no-cache", "ETag": f'"{self.version}"'}
+        if request.scope["quire.key"] is None:
+            headers = {**_GUARDS, "Cache-Control": "no-store", "WWW-Authenticate": "Bearer"}
+            return Response(self._asking, 401, headers, media_type="text/html")
         if request.headers.get("if-none-match") == headers["ETag"]:
             return Response(status_code=304, headers=headers)
         return Response(self._index, headers=headers, media_type="text/html")
@@ -62,9 +67,14 @@ class Page:
         return Response(body, headers=headers, media_type=_TYPES[Path(name).suffix])
 
 
-def is_page(path: str) -> bool:
-    """Whether it is one of the files that everybody may have."""
-    return path == "/" or path.startswith(PREFIX + "/")
+def is_file(path: str) -> bool:
+    """Whether it is one of the page's files, which everybody may have."""
+    return path.startswith(PREFIX + "/")
+
+
+def is_page(path: str, accept: str) -> bool:
+    """Whether a browser wants the page: without a key it is refused by a page that asks for one."""
+    return path == "/" and "text/html" in accept
 
 
 def page_routes() -> list[Route]:

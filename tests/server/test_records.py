@@ -203,6 +203,11 @@ def test_listeners_do_not_keep_a_server_from_ending(tmp_path: Path) -> None:
 
 def test_files_are_kept_by_browsers_and_let_nothing_else_in(tmp_path: Path) -> None:
     with serving(tmp_path, api_keys=("k",)) as rig:
+        asking = rig.http.get("/", headers={"accept": "text/html"})
+        assert asking.status_code == 401 and asking.headers["cache-control"] == "no-store"
+        assert 'data-key="needed"' in asking.text, "a page that asks for the key"
+        assert rig.http.get("/").json()["error"]["code"] == "invalid_api_key"
+        rig.http.headers["authorization"] = "Bearer k"
         page = rig.http.get("/")
         assert page.status_code == 200 and page.headers["cache-control"] == "no-cache"
         policy = page.headers["content-security-policy"]
@@ -210,6 +215,7 @@ def test_files_are_kept_by_browsers_and_let_nothing_else_in(tmp_path: Path) -> N
         tag = {"if-none-match": page.headers["etag"]}
         assert rig.http.get("/", headers=tag).status_code == 304
         script = page.text.partition('src="')[2].partition('"')[0]
+        del rig.http.headers["authorization"]
         found = rig.http.get(script)
         assert "immutable" in found.headers["cache-control"]
         assert found.headers["content-type"].startswith("text/javascript")

@@ -31,6 +31,7 @@ function askKey(refused) {
 }
 
 async function request(method, path, body, signal) {
+  if (document.documentElement.dataset.key && sessionStorage.getItem(KEPT) === null) await askKey(false);
   for (;;) {
     const sent = sessionStorage.getItem(KEPT);
     const answer = await fetch(path, {
