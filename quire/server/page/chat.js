@@ -9,7 +9,6 @@ const HOW = { max_tokens: 300, temperature: 0.6, top_p: 0.9 };
 const talks = new Map(JSON.parse(sessionStorage.getItem(KEPT) ?? "[]")); // id -> turns
 let open = null; // the session that is shown
 let sessions = new Map();
-let model = null;
 let running = null;
 let forkHere, rewindTo; // given by the tree, which gives them for its own buttons too
 
@@ -60,7 +59,6 @@ export function talkRewound(id, position) {
 }
 
 export function showChat(state) {
-  model = state.model?.id ?? model;
   if (!state.sessions) return;
   sessions = new Map(state.sessions.map((one) => [one.id, one]));
   if (open && !sessions.has(open) && !running) openTalk(state.sessions[0]?.id ?? null);
@@ -71,6 +69,7 @@ function keep() {
   sessionStorage.setItem(KEPT, JSON.stringify([...talks].slice(-50)));
 }
 
+const modelOf = (id) => sessions.get(id)?.model;
 const isChat = (id) => talks.has(id) || !sessions.get(id)?.position;
 
 function show() {
@@ -124,7 +123,7 @@ function showContext(here) {
 
 async function readContext({ id, position }) {
   const { tokens } = await call("GET", at(id, "?tokens=1"));
-  const found = await call("POST", "/detokenize", { tokens });
+  const found = await call("POST", "/detokenize", { tokens, model: modelOf(id) });
   contexts.set(id, { position, text: found.content ?? found.prompt });
   if (open === id) show();
 }
@@ -150,7 +149,7 @@ async function converse(id, text) {
   talks.set(id, [...turns, { role: "user", content: text }, answer]);
   openTalk(id);
   const messages = talks.get(id).slice(0, -1).map(({ role, content }) => ({ role, content }));
-  const body = { model, messages, session_id: id, stream: true, ...HOW };
+  const body = { model: modelOf(id), messages, session_id: id, stream: true, ...HOW };
   try {
     for await (const part of events("POST", "/v1/chat/completions", body, running.signal)) {
       if (part.error) throw new Error(part.error.message);
@@ -167,7 +166,7 @@ async function converse(id, text) {
 /** A context that is no conversation goes on as text. */
 async function carryOn(id, text) {
   const known = contexts.get(id) ?? { text: "" };
-  const body = { model, prompt: text, session_id: id, stream: true, ...HOW };
+  const body = { model: modelOf(id), prompt: text, session_id: id, stream: true, ...HOW };
   known.text += text;
   for await (const part of events("POST", "/v1/completions", body, running.signal)) {
     if (part.error) throw new Error(part.error.message);
