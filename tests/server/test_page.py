@@ -11,7 +11,7 @@ import pytest
 
 from tests.server.browser import Tab, browser
 from tests.server.page_tour import PICTURES, tour
-from tests.server.rig import HYBRID, Rig, serving
+from tests.server.rig import DENSE, HYBRID, Rig, serving
 
 KEY = "a-key-of-the-test"
 
@@ -209,6 +209,19 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(chromium: Any, tmp_path: Path) -
         kept = tab.page.evaluate("[Object.keys(localStorage).length, document.cookie]")
         assert kept == [0, ""]
         tab.wrong = [text for text in tab.wrong if "401" not in text]  # the browser's own words
+        tab.close()
+
+
+def test_sessions_talk_to_their_own_model(chromium: Any, tmp_path: Path) -> None:
+    with serving(tmp_path, DENSE, HYBRID) as server:
+        tab = Tab(chromium, server.url).live()
+        assert tab.text("#model") == "no model loaded"
+        for name in ("tiny-dense", "tiny-hybrid"):
+            server.post("/v1/sessions", id=name, model=name)
+            tab.page.click(f"[data-session={name}] .name")
+            tab.send("Hello")
+            assert len(tab.said()) == 2
+        tab.page.wait_for_selector("[data-pool='delta state']")
         tab.close()
 
 
