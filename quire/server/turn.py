@@ -70,7 +70,7 @@ class Turn:
 
 async def begin(request: Request, state: State, model: ServedModel, make: MakeAsk) -> Turn:
     """A turn that is on the engine; given up if its client leaves before."""
-    return await while_connected(request, Turn(state, request).begin(model, make))
+    return await while_connected(request, Turn(state, request).begin(model, make), Turn.close)
 
 
 def stream(turn: Turn, chunks: AsyncGenerator[bytes, None]) -> EventStream:

@@ -60,20 +60,30 @@ async def _body(request: Request) -> bytes:
         raise Disconnected from error
 
 
-async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """What comes of some work; it is cancelled as soon as the client is gone."""
+async def while_connected(
+    request: Request, work: Coroutine[Any, Any, T],
+    unwanted: Callable[[T], Awaitable[None]] | None = None,
+) -> T:  # fmt: skip
+    """What comes of some work; it is cancelled as soon as the client is gone.
+
+    Work may come to its end just as it is cancelled: that goes to `unwanted`.
+    """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_gone(request.receive))
+    wanted = False
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise Disconnected
+        wanted = True
         return task.result()
     finally:
         gone.cancel()
-        if not task.done():
+        if not wanted:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+            if unwanted and not task.cancelled() and task.exception() is None:
+                await unwanted(task.result())
 
 
 async def _gone(receive: Receive) -> None:

@@ -10,12 +10,14 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
 from quire.config import process_memory
+from quire.server.wire import Disconnected, while_connected
 from tests.server.rig import Rig, serving
 
 LONG: dict[str, Any] = {"max_tokens": 1500, "temperature": 0, "ignore_eos": True}
@@ -187,3 +189,24 @@ def test_random_aborts(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_ten_thousand_random_aborts(tmp_path: Path) -> None:
     check_aborts(tmp_path, 10_000)
+
+
+def test_what_comes_of_cancelled_work_is_given_back() -> None:
+    """A task may end just as it is cancelled; what it holds by then must not be lost."""
+    left: list[str] = []
+
+    async def receive() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    async def work() -> str:
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(60)
+        return "pages"
+
+    async def give_back(made: str) -> None:
+        left.append(made)
+
+    request: Any = SimpleNamespace(receive=receive)
+    with pytest.raises(Disconnected):
+        asyncio.run(while_connected(request, work(), give_back))
+    assert left == ["pages"]
