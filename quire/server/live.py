@@ -61,7 +61,8 @@ def look_at(model: ServedModel, sessions: list[ServedSession]) -> ModelLook:
             "session", one.id,
         )  # fmt: skip
         for mark in one.session.marks.values():
-            holders[f"checkpoint {mark.checkpoint}"] = ("checkpoint", f"{one.id}/{mark.name}")
+            held_as = ("checkpoint", f"{one.id}/{mark.name}")  # forks have it too
+            holders.setdefault(f"checkpoint {mark.checkpoint}", held_as)
     pools, prefix = look(llm.engine.memory), dict(llm.engine.prefix.index.stats())
     budget = llm.budget.whole
     took = time.perf_counter() - begun
