@@ -79,7 +79,7 @@ class Session(Marked):
     def append(self, prompt: str | Seq[int]) -> Session:
         """Adds text or token ids and computes them now."""
         tokens = self._llm.tokens_of(prompt, self._live().length)
-        work, way_back = self._loop.call(lambda: self._append(tokens))
+        work, way_back = self._loop.call(lambda: self.start_append(tokens))
         try:
             self._loop.finish(work)
         except BaseException:
@@ -88,7 +88,8 @@ class Session(Marked):
         self._loop.call(way_back.drop)
         return self
 
-    def _append(self, tokens: Seq[int]) -> tuple[Work, WayBack]:
+    def start_append(self, tokens: Seq[int]) -> tuple[Work, WayBack]:
+        """Lets the next steps compute more tokens; on the loop."""
         sequence, engine = self._resting(), self._engine
         way_back = engine.history.way_back(sequence)
 

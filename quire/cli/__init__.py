@@ -16,6 +16,8 @@ from quire.errors import QuireError
 _COMMANDS = {
     "run": "Continue a prompt.",
     "chat": "Talk with a model.",
+    "serve": "Serve models over HTTP.",
+    "ps": "Tell what a running server holds.",
     "plan": "Tell what would be loaded where, and what fits.",
     "show": "Tell what a model file holds.",
     "list": "List the models that are here.",

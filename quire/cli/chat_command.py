@@ -20,6 +20,7 @@ from quire.cli.options import (
     sampling_from,
     sampling_options,
 )
+from quire.cli.remote import chat_remotely, or_remote
 from quire.cli.run_command import cut
 from quire.cli.streams import note, shown
 from quire.errors import ContextError, QuireError, RequestError
@@ -99,6 +100,7 @@ def _number(name: str, argument: str, default: int) -> int:
 @model_options
 @sampling_options
 @click.option("--system", help="What the model is told at the start.")
+@or_remote(chat_remotely)
 def command(**options: Any) -> None:
     """Talk with a model; /help lists what else a line can be.
 

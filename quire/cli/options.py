@@ -163,6 +163,8 @@ def _apply(options: list[Any]) -> Callable[[Any], Any]:
 
 model_options = _apply(_MODEL)
 place_options = _apply(_PLACES)
+load_options = _apply(_MODEL[1:])
+"""How to load a model, whichever it is."""
 size_options = _apply([*_PAGES, *_LESS])
 """Those that what a model takes depends on."""
 sampling_options = _apply(_SAMPLING)
@@ -188,27 +190,7 @@ def load_from(options: dict[str, Any]) -> quire.LLM:
     model = fetched(options.pop("model"))
     bar = LoadBar()
     try:
-        llm = quire.load(
-            model,
-            **places_from(options),
-            n_ctx=options.pop("ctx_size") or None,  # 0 is the model's own, as in llama.cpp
-            threads=None if (threads := options.pop("threads")) == -1 else threads,
-            device=options.pop("device"),
-            memory_budget=options.pop("memory_budget"),
-            kv_cache_tokens=options.pop("kv_cache_tokens"),
-            kv_cache_demand_paged=options.pop("kv_cache_demand_paged"),
-            page_tokens=options.pop("page_tokens"),
-            type_k=options.pop("cache_type_k"),
-            type_v=options.pop("cache_type_v"),
-            swa_full=options.pop("swa_full"),
-            swap_space=options.pop("swap_space"),
-            moe_n_expert=options.pop("moe_n_expert"),
-            n_layer_exit=options.pop("n_layer_exit"),
-            activations=options.pop("activations"),
-            quantize=options.pop("quantize"),
-            exact_batches=options.pop("exact_batches"),
-            progress=bar,
-        )
+        llm = quire.load(model, **load_settings(options), progress=bar)
     finally:
         bar.close()
     for line in llm.notes:
@@ -228,6 +210,21 @@ def fetched(model: str) -> str:
         return str(pull.resolve(model, config.cache_folder(), bar))
     finally:
         bar.close()
+
+
+def load_settings(options: dict[str, Any]) -> dict[str, Any]:
+    """The settings of `quire.load` that these options describe; takes them out of them."""
+    options["ctx_size"] = options["ctx_size"] or None  # 0 is the model's own, as in llama.cpp
+    if options["threads"] == -1:
+        options["threads"] = None
+    renamed = {"n_ctx": "ctx_size", "type_k": "cache_type_k", "type_v": "cache_type_v"}
+    same = (
+        "threads", "device", "memory_budget", "kv_cache_tokens", "kv_cache_demand_paged",
+        "page_tokens", "swa_full", "swap_space", "moe_n_expert", "n_layer_exit", "activations",
+        "quantize", "exact_batches",
+    )  # fmt: skip
+    found = {name: options.pop(renamed.get(name, name)) for name in (*renamed, *same)}
+    return found | places_from(options)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from quire.cli.options import (
     sampling_options,
 )
 from quire.cli.prompt import whole_prompt
+from quire.cli.remote import or_remote, run_remotely
 from quire.cli.streams import note, shown
 from quire.errors import RequestError
 from quire.text.gbnf import gbnf_to_lark
@@ -49,6 +50,7 @@ from quire.types import Completion, Constraint, Grammar, Json, Regex, Sampling
 @click.option("--regex", help="Answer in text that this regular expression matches.")
 @click.option("--json", "as_json", is_flag=True,
               help="One JSON object: text, token_ids, timings, speculation, memory.")  # fmt: skip
+@or_remote(run_remotely)
 def command(prompt: str | None, asked: str | None, file: str | None, **options: Any) -> None:
     """Answer PROMPT, with what comes on standard input behind it, as it comes.
 

@@ -16,6 +16,8 @@ from quire.types import Constraint, Grammar, Json, Regex
 # One space after colons and commas. With free white space small models write nothing else; a
 # schema may still ask for it, under "x-guidance".
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_STEP_FUEL = 50_000
+"""What one token of a constraint may cost: a mask is made while everybody's step waits."""
 
 
 class Vocabulary(Protocol):
@@ -45,13 +47,14 @@ class Constrainer:
 
     def compile(self, constraint: Constraint) -> Matcher:
         """A matcher at its start; a constraint that cannot be compiled is refused."""
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, LLParserLimits
 
         try:
             grammar = _grammar(constraint, LLMatcher)
         except (ValueError, TypeError, RecursionError) as error:
             raise RequestError(f"the constraint is not valid: {error!s:.800}") from error
-        matcher = LLMatcher(self._prepared(), grammar, log_level=0)
+        limits = LLParserLimits(step_lexer_fuel=_STEP_FUEL)
+        matcher = LLMatcher(self._prepared(), grammar, log_level=0, limits=limits)
         if matcher.is_error():
             raise RequestError(f"the constraint cannot be compiled: {matcher.get_error():.800}")
         return Matcher(matcher, self.vocabulary.n_vocab)
@@ -106,6 +109,10 @@ class Matcher:
         """Takes the token that was chosen."""
         self._matcher.consume_token(token)
         self._raise_error()
+
+    def warm(self) -> None:
+        """Does what the first mask takes, which may be long, ahead of it."""
+        self.mask(np.zeros(self._words, np.uint32))
 
     def copy(self) -> Matcher:
         """Another one that stands at the same place and goes its own way."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
@@ -65,6 +66,7 @@ class Engine(Sequences):
     def step(self) -> list[StepOutput]:
         """Computes some tokens of everybody who has any to compute."""
         try:
+            started = perf_counter()
             last, self.flying = self.flying, None
             if last is not None:
                 self.flying = self._follow(last)
@@ -79,6 +81,9 @@ class Engine(Sequences):
                     self.flying = launched  # it is read when the next one runs
                 else:
                     self.finish(launched)
+                    last = launched or last
+            if last is not None:
+                self.scheduler.took(last.plan, perf_counter() - started)
         except (QuireError, Refused):  # one of them is to blame: each has a step of its own
             self._one_by_one()
         outputs, self._outputs = self._outputs, []
@@ -262,7 +267,8 @@ class Engine(Sequences):
         sampler.observe_prompt(np.concatenate([sequence.tokens.array(), prompt]))
         rules = StopRules(self.end_ids, min(sampling.max_tokens, self.n_ctx - n_tokens), text)
         drafter = request.speculate.start(self, sequence) if request.speculate else None
-        sequence.start(Generation(sampling, sampler, matcher, rules, drafter))
+        generation = Generation(sampling, sampler, matcher, rules, drafter)
+        sequence.start(generation, request.owner, request.priority)
         try:
             self._take_prompt(sequence, request, prompt)
             if sequence.pending == 0:

@@ -18,6 +18,7 @@ from quire.engine.request import Request
 from quire.engine.seat import Ref, Seat
 from quire.engine.sequence import Sequence
 from quire.errors import QuireError, RequestError
+from quire.memory.stats import Footprint
 from quire.types import FinishReason, StepOutput, TokenLogprob
 
 T = TypeVar("T")
@@ -33,6 +34,8 @@ class Work:
         self.ended = False
         self.undo = undo
         """Ends it early; on the loop."""
+        self.told: list[Callable[[], None]] = []
+        """Called on the loop whenever something came of it."""
         self.ref = loop.when_gone(self, undo)
 
     @property
@@ -60,6 +63,9 @@ class Job(Work):
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.started = self.first = self.last = time.perf_counter()
+        self.held: Footprint | None = None
+        """What its sequence held when it ended."""
+        self.peak_bytes = 0
         self._taken = 0
         ends = frozenset() if request.sampling.ignore_eos else loop.engine.end_ids
         self._hidden: frozenset[int] = ends
@@ -74,18 +80,26 @@ class Job(Work):
         self.last = time.perf_counter()
         if not self.token_ids:
             self.first = self.last
+            self._look()
         self.logprobs.extend(output.logprobs)
         self.token_ids.extend(output.token_ids)
         self.transcript.read(self.token_ids, self._hidden)
         if output.finish_reason:
             self.transcript.end()
+            self.held = self._look()
         self.error = output.error
         self.finish_reason = output.finish_reason
 
     def cancel(self) -> None:
-        """Nobody waits for the rest."""
+        """Nobody waits for the rest; its pages are still there to be counted."""
         if not self.done:
+            self.held = self._look()
             self.finish_reason = "cancelled"
+
+    def _look(self) -> Footprint:
+        held = self.loop.engine.memory.footprint(self.sequence.id)
+        self.peak_bytes = max(self.peak_bytes, held.bytes)
+        return held
 
     @property
     def text(self) -> str:
@@ -197,6 +211,8 @@ class Loop:
             elif not work.done:
                 work.ended = True
                 work.undo()
+            for tell in work.told:
+                tell()
 
     def cancel(self, sequence: Sequence) -> None:
         """Ends what runs on a sequence, if anything does."""
@@ -253,3 +269,6 @@ class Loop:
                 work.receive(output)
                 if work.done:
                     self.end(work)
+                else:
+                    for tell in work.told:
+                        tell()

@@ -46,9 +46,9 @@ class PrefixCache:
 
     def start_over(self, sequence: Sequence) -> None:
         """Finds what a sequence that lost its pages need not compute again."""
-        cached = sequence.cached
+        cached, miss = sequence.cached, sequence.miss
         self.adopt(sequence)
-        sequence.count_cached(cached)  # it tells what was there when the request came
+        sequence.count_cached(cached, miss)  # it tells what was there when the request came
 
     def remember(self, accepted: list[Accepted]) -> None:
         """Follows a step: running sequences grow, and the ends of prompts are kept."""
@@ -99,7 +99,7 @@ class PrefixCache:
         computed = self.index.adopt(sequence.id, first, sequence.salt) if n else 0
         known = self.index.known(first, sequence.salt) if computed < n else 0
         sequence.adopt(computed, known if known > computed else None)
-        sequence.count_cached(computed)
+        sequence.count_cached(computed, self.index.missed if n else "new")
         self.track(sequence)
 
     def _insert(self, sequence: Sequence, pin: bool = False, ttl_s: float | None = None) -> None:

@@ -19,3 +19,7 @@ class Request:
     """Requests share cached prefixes only with those of the same salt."""
     speculate: Speculator | None = None
     """Who drafts for it; None: nobody."""
+    owner: str = ""
+    """Whose it is: prompts of several owners are computed fairly."""
+    priority: int = 0
+    """Lower comes first."""

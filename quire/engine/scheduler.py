@@ -1,7 +1,8 @@
 """Who runs in the next step, and with how many tokens: policy, and nothing else.
 
 Sequences that generate come first, one token each, so that nobody who is reading waits for
-somebody else's prompt; what is left of the step goes to prompts, in order of arrival, in chunks.
+somebody else's prompt; what is left of the step goes to prompts, in chunks (pace.py), fairly
+(turns.py).
 A plan that does not fit memory, when nobody who rests can make room for it, becomes less: prompts
 wait; when even the generating ones do not fit, the one that came last gives way (is preempted) and
 comes back when there is room for it to go on for a while. Nothing here changes anything.
@@ -12,8 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
+from quire.engine.pace import Pace
 from quire.engine.plan import Counts, Entry, Plan, planned
 from quire.engine.sequence import PARKED, RUNNING, WAITING, Sequence
+from quire.engine.turns import Turns
 from quire.errors import BudgetError
 
 _SLACK = 64
@@ -26,6 +29,9 @@ class Scheduler:
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
         self.active: list[Sequence] = []
+        self.pace: Pace | None = None
+        """Bounds steps by time, where people read along."""
+        self.turns = Turns()
 
     def add(self, sequence: Sequence) -> None:
         """Takes a sequence in."""
@@ -62,7 +68,9 @@ class Scheduler:
                 counts.append((sequence.id, 1))
             going = []
         room = self.max_tokens - len(entries)
-        for sequence in going + prompts:
+        if prompts:
+            room = min(room, len(going) + self._prompt_room(len(going)))
+        for sequence in going + self.turns.in_order(prompts):
             if room <= 0:
                 break
             if entry := _entry(sequence, room):
@@ -74,6 +82,21 @@ class Scheduler:
         if returning:
             self._bring_back(returning, entries, counts, back, fits)
         return Plan(entries, counts, back=back, unready=unready)
+
+    def _prompt_room(self, going: int) -> int:
+        """Tokens of prompts that a step may have beside so many that generate."""
+        most = max(self.max_tokens - going, 0)
+        return most if self.pace is None else self.pace.prompt_tokens(going, most)
+
+    def took(self, plan: Plan, seconds: float) -> None:
+        """A step took so long."""
+        entries = plan.entries
+        going = sum(entry.count == 1 for entry in entries)
+        if going < len(self.active):
+            self.turns.took(entries, self.active)
+        if self.pace is not None:
+            tokens = sum(entry.count for entry in entries)
+            self.pace.took(going, tokens - going, seconds)
 
     def _bring_back(
         self, returning: list[Sequence], entries: list[Entry], counts: Counts,

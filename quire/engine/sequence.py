@@ -106,9 +106,12 @@ class Sequence:
         self.expecting = False  # whether only the device knows its last token
         self.preempted = False  # whether it gave way and has not run since
         self.cached = 0  # tokens of the current request that were in memory when it came
+        self.miss = ""  # why its other tokens were not
         self.branch_at: int | None = None  # where its prompt leaves one that is known already
         self.waits_for: tuple[Sequence, int] | None = None  # who computes our first tokens too
         self.generation: Generation | None = None
+        self.owner = ""  # of the current or last request
+        self.priority = 0  # lower comes first
         self.speculation: Speculation | None = None  # of the current or last request
         self.failed = False  # whether its current or last request could not go on
 
@@ -238,12 +241,13 @@ class Sequence:
         """It is in this step."""
         self.preempted = False
 
-    def count_cached(self, tokens: int) -> None:
-        """So many tokens of a new request were in memory when it came."""
-        self.cached = tokens
+    def count_cached(self, tokens: int, miss: str = "new") -> None:
+        """So many tokens of a new request were in memory when it came; why the rest was not."""
+        self.cached, self.miss = tokens, miss
 
-    def start(self, generation: Generation) -> None:
+    def start(self, generation: Generation, owner: str = "", priority: int = 0) -> None:
         """A request begins to generate."""
+        self.owner, self.priority = owner, priority
         self.generation, self.failed = generation, False
         self.speculation = Speculation() if generation.drafter else None
 

@@ -235,14 +235,20 @@ class Books:
             return self.holdings(saved.tables)
         return saved.parked.kept
 
-    def holders(self) -> Iterable[tuple[str, int, bool, Sequence[tuple[PagePool, Int32, Int32]]]]:
-        """Everybody who holds pages: what to call it, whom it appends as, whether it is cached."""
+    def holders(
+        self, cached: bool = True
+    ) -> Iterable[tuple[str, int, bool, Sequence[tuple[PagePool, Int32, Int32]]]]:
+        """Everybody who holds pages: what to call it, whom it appends as, whether it is cached.
+
+        Without those that are cached it takes no time for however many prefixes there are.
+        """
         for seq, tables in self._tables.items():
             yield f"sequence {seq}", seq, False, self.holdings(tables)
         for seq, parked in self._parked.items():
             yield f"parked sequence {seq}", seq, False, parked.kept
         for saved in self.checkpoints.by_name.values():
-            yield f"checkpoint {saved.name}", -1, saved.cached, self.held_by(saved)
+            if cached or not saved.cached:
+                yield f"checkpoint {saved.name}", -1, saved.cached, self.held_by(saved)
 
     @property
     def reserved(self) -> list[tuple[PagePool, list[int]]]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
-from typing import TYPE_CHECKING, TypedDict
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 import numpy as np
 
@@ -93,6 +93,25 @@ class _Uses:
         kept = "idle" if pool.commitment.gives_back else "idle, kept until the pool closes"
         sizes[f"rounding and {kept}"] = pool.committed - pool.used * pool.page_bytes
         return sizes
+
+
+class Footprint(NamedTuple):
+    """What one sequence holds in memory; what others hold too counts in full."""
+
+    pages: int = 0
+    pages_shared: int = 0
+    bytes: int = 0
+    bytes_shared: int = 0
+
+
+def footprint(held: Iterable[tuple[PagePool, Int32, Int32]]) -> Footprint:
+    """The sum of what these are."""
+    pages = shared = size = shared_size = 0
+    for pool, ids, _ in held:
+        n, twice = len(ids), int((pool.refs[ids] > 1).sum())
+        pages, shared = pages + n, shared + twice
+        size, shared_size = size + n * pool.page_bytes, shared_size + twice * pool.page_bytes
+    return Footprint(pages, shared, size, shared_size)
 
 
 def distinct_pages(memory: Memory, names: Collection[str]) -> dict[str, int]:

@@ -94,6 +94,8 @@ class PrefixIndex:
         self._live: dict[int, Live] = {}
         self._pages: Counter[bytes] = Counter()  # keys of first pages, whatever the salt
         self._evicted: dict[bytes, bytes] = {}  # keys of first pages -> their roots, oldest first
+        self.missed = ""
+        """Why the rest of the prompt that asked last was not here; empty if all of it was."""
         self._cuts_back = True  # until memory refuses once
         self._uses = 0
         self._bytes_index = 0
@@ -116,10 +118,13 @@ class PrefixIndex:
                 self._hits += 1
                 self._tokens_saved += n
                 self._tokens_refused += matched - n
+                rest = "no state here" if matched > n else "new"
+                self.missed = "" if n == length_of(place) else rest
                 return n
             self._cuts_back = False
         self._tokens_refused += matched
-        self._misses["no state here" if matched else self._reason(place)] += 1
+        self.missed = "no state here" if matched else self._reason(place)
+        self._misses[self.missed] += 1
         return 0
 
     def known(self, tokens: Sequence[int] | Int32, salt: str = "") -> int:

@@ -1,0 +1,290 @@
+"""`/v1/messages`: Anthropic's form of conversations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.server import turn as turns
+from quire.server.asking import in_thread
+from quire.server.chat_routes import ChatBody, begin_chat
+from quire.server.conversation import chat_prompt, spoken
+from quire.server.dialect import new_id, says_errors, stopped_by
+from quire.server.errors import ApiError
+from quire.server.state import State
+from quire.server.turn import Turn
+from quire.server.wire import as_json, event, read_as
+from quire.text.answers import Answer
+from quire.types import ToolCall
+
+_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_ERRORS = {413: "request_too_large", 429: "rate_limit_error", 500: "api_error"}
+
+
+class MessagesBody(msgspec.Struct, kw_only=True):
+    """What a client sends; a session and a salt may be named as everywhere."""
+
+    model: str | None = None
+    messages: list[dict[str, Any]]
+    system: str | list[dict[str, Any]] | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    session_id: str | None = None
+    cache_salt: str | None = None
+
+    def as_chat(self) -> ChatBody:
+        """The same in OpenAI's words."""
+        choice = self.tool_choice or {}
+        kind = choice.get("type", "auto")
+        if kind != "tool" and kind not in _CHOICES:
+            known = ", ".join(_CHOICES)
+            raise ApiError(400, f"tool_choice.type is {known} or tool", param="tool_choice")
+        named = {"type": "function", "function": {"name": choice.get("name")}}
+        return ChatBody(
+            model=self.model, messages=_conversation(self), max_tokens=self.max_tokens,
+            temperature=self.temperature, top_p=self.top_p, top_k=self.top_k,
+            stop=self.stop_sequences, stream=self.stream,
+            tools=[_tool(tool) for tool in self.tools or []] or None,
+            tool_choice=named if kind == "tool" else _CHOICES[kind] if self.tools else None,
+            parallel_tool_calls=not choice.get("disable_parallel_tool_use", False),
+            chat_template_kwargs=_thinking(self.thinking),
+            session_id=self.session_id, cache_salt=self.cache_salt,
+        )  # fmt: skip
+
+
+def _thinking(wanted: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Templates of models that can think or not ask for this."""
+    return {"enable_thinking": wanted.get("type") != "disabled"} if wanted else None
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    schema = tool.get("input_schema", {"type": "object"})
+    function = {"name": tool.get("name"), "parameters": schema}
+    if "description" in tool:
+        function["description"] = tool["description"]
+    return {"type": "function", "function": function}
+
+
+def _conversation(body: MessagesBody) -> list[dict[str, Any]]:
+    made: list[dict[str, Any]] = []
+    if body.system:
+        made.append({"role": "system", "content": _text(body.system, "system")})
+    for number, message in enumerate(body.messages):
+        role, content = message.get("role"), message.get("content")
+        if role not in ("user", "assistant", "system"):
+            raise ApiError(400, f"messages[{number}].role is user or assistant", param="messages")
+        if isinstance(content, str):
+            made.append({"role": role, "content": content})
+        elif isinstance(content, list):
+            made += _blocks(str(role), content, f"messages[{number}]")
+        else:
+            raise ApiError(400, f"messages[{number}].content is missing", param="messages")
+    return made
+
+
+def _blocks(role: str, blocks: list[Any], where: str) -> list[dict[str, Any]]:
+    """A message of blocks: results of tools are messages of their own, before what is said."""
+    texts, calls, results, thoughts = [], [], [], []
+    for block in blocks:
+        match block:
+            case {"type": "text", "text": str(text)}:
+                texts.append(text)
+            case {"type": "tool_use", "id": str(id), "name": str(name), "input": dict(given)}:
+                function = {"name": name, "arguments": json.dumps(given, ensure_ascii=False)}
+                calls.append({"id": id, "type": "function", "function": function})
+            case {"type": "tool_result", "tool_use_id": str(id)}:
+                told = _text(block.get("content") or "", where)
+                results.append({"role": "tool", "tool_call_id": id, "content": told})
+            case {"type": "thinking", "thinking": str(text)}:
+                thoughts.append(text)
+            case {"type": "redacted_thinking"}:
+                pass
+            case _:
+                kind = block.get("type") if isinstance(block, dict) else block
+                raise ApiError(
+                    400, f"{where} has a block of type {kind!r:.80}; this model reads text only",
+                    param="messages",
+                )  # fmt: skip
+    message: dict[str, Any] = {"role": role, "content": "".join(texts)}
+    if calls:
+        message["tool_calls"] = calls
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
+    said = bool(texts or calls or thoughts)
+    return [*results, *([message] if said or not results else [])]
+
+
+def _text(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for block in content if isinstance(content, list) else [content]:
+        if not isinstance(block, dict) or not isinstance(block.get("text"), str):
+            raise ApiError(400, f"{where} has a block that is no text", param=where)
+        texts.append(block["text"])
+    return "".join(texts)
+
+
+ERROR = {
+    "type": "object", "required": ["type", "error"],
+    "properties": {"type": {"const": "error"}, "error": {"type": "object"}},
+}  # fmt: skip
+"""The form of its errors."""
+
+
+def told_error(error: ApiError) -> dict[str, Any]:
+    """An error as Anthropic's clients know it."""
+    kind = _ERRORS.get(error.status, error.type)
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+def _refuse(error: ApiError) -> Response:
+    return as_json(told_error(error), error.status, error.headers)
+
+
+@says_errors(_refuse)
+async def messages(request: Request) -> Response:
+    """The next turn of a conversation."""
+    body = await read_as(request, MessagesBody)
+    if body.max_tokens is None:
+        raise ApiError(400, "max_tokens: Field required", param="max_tokens")
+    chat = body.as_chat()
+    turn = await begin_chat(request, chat)
+    answer = _Answer(turn, chat.parallel_tool_calls is False, body.stop_sequences)
+    if chat.streams:
+        return turns.stream(turn, answer.events())
+    return as_json(await turns.finish(request, turn, answer.whole()))
+
+
+@says_errors(_refuse)
+async def count_tokens(request: Request) -> Response:
+    """How many tokens a conversation has."""
+    state: State = request.app.state.quire
+    body = (await read_as(request, MessagesBody)).as_chat()
+    async with state.models.using(state.models.find(body.model)) as llm:
+        prompt = await in_thread(
+            chat_prompt, llm, body.messages, body.tools, body.tool_choice, body.chat_template_kwargs
+        )
+        return as_json({"input_tokens": len(prompt.tokens)})
+
+
+class _Answer:
+    """Writes what comes in Anthropic's form."""
+
+    def __init__(self, turn: Turn, one_call: bool, stops: list[str] | None) -> None:
+        self._stops = stops
+        self._state = turn.state
+        self._run = turn.run
+        self._one_call = one_call
+        self._head = {
+            "id": new_id("msg_"), "type": "message", "role": "assistant",
+            "model": turn.run.ask.model.name,
+        }  # fmt: skip
+
+    async def whole(self) -> dict[str, Any]:
+        """One object."""
+        said, finish = Answer(), "stop"
+        async for part in spoken(self._run, self._one_call):
+            said, finish = said + part.answer, part.finish_reason or finish
+        content: list[dict[str, Any]] = []
+        if said.reasoning:
+            content.append({"type": "thinking", "thinking": said.reasoning, "signature": ""})
+        if said.text or not (said.reasoning or said.tool_calls):
+            content.append({"type": "text", "text": said.text})
+        for call in said.tool_calls:
+            content.append({**_call_block(call), "input": json.loads(call.arguments)})
+        return {**self._head, "content": content, **self._end(finish), "usage": self._usage()}
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Server-sent events, each with its name."""
+        blocks = _Blocks()
+        finish = "stop"
+        try:
+            start: dict[str, Any] = {
+                **self._head, "content": [], "stop_reason": None, "stop_sequence": None,
+                "usage": self._usage(),
+            }  # fmt: skip
+            yield _event("message_start", message=start)
+            async for part in spoken(self._run, self._one_call):
+                finish = part.finish_reason or finish
+                for made in blocks.add(part.answer):
+                    yield made
+            for made in blocks.close():
+                yield made
+            yield _event("message_delta", delta=self._end(finish), usage=self._usage())
+            yield _event("message_stop")
+        except Exception as error:
+            yield event(told_error(self._state.told(error)), "error")
+
+    def _end(self, finish: str) -> dict[str, Any]:
+        stop = stopped_by(self._run, self._stops)
+        reason = "stop_sequence" if stop else _REASONS.get(finish, "end_turn")
+        return {"stop_reason": reason, "stop_sequence": stop}
+
+    def _usage(self) -> dict[str, int]:
+        """Tokens that were in memory already are counted apart."""
+        job = self._run.jobs[0]
+        cached = job.sequence.cached
+        return {
+            "input_tokens": job.prompt_tokens - cached, "output_tokens": len(job.token_ids),
+            "cache_read_input_tokens": cached, "cache_creation_input_tokens": 0,
+        }  # fmt: skip
+
+
+class _Blocks:
+    """The blocks of an answer as events: one is open at a time."""
+
+    def __init__(self) -> None:
+        self._kind = ""
+        self._number = -1
+
+    def add(self, answer: Answer) -> list[bytes]:
+        """What came."""
+        made: list[bytes] = []
+        for kind, text in (("thinking", answer.reasoning), ("text", answer.text)):
+            if text:
+                made += self._open(kind, {"type": kind, kind: ""})
+                made.append(self._delta({"type": f"{kind}_delta", kind: text}))
+        for call in answer.tool_calls:
+            made += self.close()
+            made += self._open("tool_use", {**_call_block(call), "input": {}})
+            made.append(self._delta({"type": "input_json_delta", "partial_json": call.arguments}))
+        return made
+
+    def close(self) -> list[bytes]:
+        """Ends the block that is open."""
+        if not self._kind:
+            return []
+        self._kind = ""
+        return [_event("content_block_stop", index=self._number)]
+
+    def _open(self, kind: str, block: dict[str, Any]) -> list[bytes]:
+        if kind == self._kind:
+            return []
+        before = self.close()
+        self._kind, self._number = kind, self._number + 1
+        return [*before, _event("content_block_start", index=self._number, content_block=block)]
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return _event("content_block_delta", index=self._number, delta=delta)
+
+
+def _call_block(call: ToolCall) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call.id, "name": call.name}
+
+
+def _event(name: str, **fields: Any) -> bytes:
+    return event({"type": name, **fields}, name)

@@ -1,0 +1,181 @@
+"""`/v1/chat/completions`: conversations, as the model's own template writes them."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.api.llm import LLM
+from quire.api.texts import ChatPrompt
+from quire.server import turn as turns
+from quire.server.asking import Common, in_thread
+from quire.server.conversation import Spoken, chat_prompt, spoken
+from quire.server.errors import ApiError
+from quire.server.logprobs import chat_form
+from quire.server.run import Ask
+from quire.server.state import State
+from quire.server.turn import Turn
+from quire.server.wire import DONE, as_json, event, read_as
+from quire.text.answers import Answer
+
+
+class ChatBody(Common, kw_only=True):
+    """What a client sends."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The most tokens of an answer, under either name."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def tops(self) -> int | None:
+        """How many likeliest tokens are told, if log-probabilities are."""
+        if not self.logprobs:
+            if self.top_logprobs:
+                raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+            return None
+        return self.top_logprobs or 0
+
+
+async def chat(request: Request) -> Response:
+    """The next turn of a conversation."""
+    body = await read_as(request, ChatBody)
+    turn = await begin_chat(request, body)
+    answer = _Answer(turn, turn.run.ask.model.name, body)
+    if body.streams:
+        return turns.stream(turn, answer.chunks())
+    return as_json(await turns.finish(request, turn, answer.whole()))
+
+
+async def begin_chat(request: Request, body: ChatBody) -> Turn:
+    """Puts a conversation on the engine, whatever dialect it came in."""
+    state: State = request.app.state.quire
+    model = state.models.find(body.model, strict=request.url.path.startswith("/v1/"))
+    sampling = body.sampling(body.most_tokens, body.tops)
+    n, stops, constraint = body.choices, body.stops(), body.constraint()
+
+    async def ask(llm: LLM) -> Ask:
+        session = None
+        if body.session_id is not None:
+            session = await state.sessions.get(body.session_id, model)
+        prompt: ChatPrompt = await in_thread(
+            chat_prompt, llm, body.messages, body.tools, body.tool_choice,
+            body.chat_template_kwargs, body.add_generation_prompt, body.continue_final_message,
+        )  # fmt: skip
+        return Ask(
+            model, [prompt.tokens], sampling, n, (*stops, *prompt.stop), prompt.only(constraint),
+            body.cache_salt or "", request.scope["quire.key"], body.rank, session, prompt,
+            whole=True,
+        )  # fmt: skip
+
+    return await turns.begin(request, state, model, ask)
+
+
+class _Answer:
+    """Writes what comes in OpenAI's form for chats."""
+
+    def __init__(self, turn: Turn, model: str, body: ChatBody) -> None:
+        self._state = turn.state
+        self._run = turn.run
+        self._llm = turn.run.ask.model.llm
+        self._body = body
+        self._one_call = body.parallel_tool_calls is False
+        self._id = f"chatcmpl-{secrets.token_hex(12)}"
+        self._model = model
+        self._created = int(time.time())
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+
+    async def whole(self) -> dict[str, Any]:
+        """One object."""
+        parts: list[list[Spoken]] = [[] for _ in self._run.jobs]
+        async for part in spoken(self._run, self._one_call):
+            parts[part.choice].append(part)
+        choices = []
+        for index, said in enumerate(parts):
+            answer = sum((one.answer for one in said), Answer())
+            logprobs = self._logprobs([one for part in said for one in part.logprobs])
+            choices.append({
+                "index": index, "message": _message(answer), "logprobs": logprobs,
+                "finish_reason": said[-1].finish_reason,
+            })  # fmt: skip
+        return {**self._head("chat.completion"), "choices": choices, **self._end()}
+
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
+        """Server-sent events."""
+        going = len(self._run.jobs)
+        calls: dict[int, int] = {}  # how many each choice has made
+        head = self._head("chat.completion.chunk")
+        usage = {"usage": None} if self._body.wants_usage else {}
+        try:
+            async for part in spoken(self._run, self._one_call):
+                if part.choice not in calls:
+                    calls[part.choice] = 0
+                    first = _choice(part.choice, {"role": "assistant", "content": ""}, None, None)
+                    yield event({**head, "choices": [first], **usage})
+                if part.answer or part.logprobs:
+                    delta = _delta(part.answer, calls[part.choice])
+                    calls[part.choice] += len(part.answer.tool_calls)
+                    choice = _choice(part.choice, delta, self._logprobs(part.logprobs), None)
+                    yield event({**head, "choices": [choice], **usage})
+                if part.finish_reason:
+                    going -= 1
+                    end = self._end(usage=False) if not going and not usage else {}
+                    choice = _choice(part.choice, {}, None, part.finish_reason)
+                    yield event({**head, "choices": [choice], **usage, **end})
+            if self._body.wants_usage:
+                yield event({**head, "choices": [], **self._end()})
+        except Exception as error:
+            yield event(self._state.told(error).as_dict())
+        yield DONE
+
+    def _logprobs(self, logprobs: list[Any]) -> dict[str, Any] | None:
+        return chat_form(self._llm.tokenizer, logprobs) if self._body.logprobs else None
+
+    def _end(self, usage: bool = True) -> dict[str, Any]:
+        run = self._run
+        end = {"timings": run.timings(), "memory": run.memory()}
+        return {"usage": run.usage(), **end} if usage else end
+
+
+def _choice(index: int, delta: dict[str, Any], logprobs: Any, finish: str | None) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+
+
+def _message(answer: Answer) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    if answer.tool_calls:
+        message["content"] = answer.text or None
+        message["tool_calls"] = [call.as_dict() for call in answer.tool_calls]
+    return message
+
+
+def _delta(answer: Answer, calls_before: int) -> dict[str, Any]:
+    delta: dict[str, Any] = {}
+    if answer.reasoning:
+        delta["reasoning_content"] = answer.reasoning
+    if answer.text or not answer:
+        delta["content"] = answer.text
+    if answer.tool_calls:
+        numbered = enumerate(answer.tool_calls, calls_before)
+        delta["tool_calls"] = [{"index": at, **call.as_dict()} for at, call in numbered]
+    return delta

@@ -1,0 +1,39 @@
+"""Constraints are compiled apart from everything else, with a deadline: they come from anybody."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+from quire.api.llm import LLM
+from quire.engine.constrain import Matcher
+from quire.engine.request import Request
+from quire.server.errors import ApiError
+
+_SECONDS = 5.0
+_THREADS = 2
+
+
+class Compilers:
+    """A few threads; what overruns its time holds up constraints, and nothing else."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(_THREADS, "compiler")
+
+    async def compile(self, llm: LLM, request: Request) -> Matcher | None:
+        """A request's constraint, with what its first mask takes."""
+
+        def compiled() -> Matcher | None:
+            matcher = llm.matcher(request)
+            if matcher is not None:
+                matcher.warm()
+            return matcher
+
+        made = asyncio.get_running_loop().run_in_executor(self._threads, compiled)
+        try:
+            return await asyncio.wait_for(made, _SECONDS)
+        except TimeoutError:
+            raise ApiError(
+                400, f"the constraint takes more than {_SECONDS:g} s to compile; make it simpler",
+                code="constraint_too_complex",
+            ) from None  # fmt: skip

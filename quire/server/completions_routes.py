@@ -1,0 +1,165 @@
+"""`/v1/completions`: prompts as they are, continued."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.api.llm import LLM
+from quire.server import turn as turns
+from quire.server.asking import Common, check_ids, in_thread
+from quire.server.errors import ApiError
+from quire.server.logprobs import legacy
+from quire.server.run import Ask, Delta
+from quire.server.state import State
+from quire.server.turn import Turn
+from quire.server.wire import DONE, as_json, event, read_as
+
+_MOST_PROMPTS = 1024
+
+
+class CompletionBody(Common, kw_only=True):
+    """What a client sends."""
+
+    prompt: str | list[int | str | list[int]] | None = None
+    """One text, token ids, or several of either."""
+    logprobs: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+
+
+async def completions(request: Request) -> Response:
+    """Continues one prompt or several."""
+    body = await read_as(request, CompletionBody)
+    turn = await begin_completion(request, body)
+    answer = _Answer(turn, turn.run.ask.model.name, body)
+    if body.streams:
+        return turns.stream(turn, answer.chunks())
+    return as_json(await turns.finish(request, turn, answer.whole()))
+
+
+async def begin_completion(request: Request, body: CompletionBody) -> Turn:
+    """Puts prompts on the engine, whatever dialect they came in."""
+    state: State = request.app.state.quire
+    _check(body)
+    model = state.models.find(body.model, strict=request.url.path.startswith("/v1/"))
+    sampling = body.sampling(16 if body.max_tokens is None else body.max_tokens, body.logprobs)
+    n, stops, constraint = body.choices, body.stops(), body.constraint()
+
+    async def ask(llm: LLM) -> Ask:
+        session = None
+        if body.session_id is not None:
+            session = await state.sessions.get(body.session_id, model)
+        behind = session.session.position if session else 0
+        prompts = await in_thread(_tokens, llm, body, behind)
+        return Ask(
+            model, prompts, sampling, n, stops, constraint, body.cache_salt or "",
+            request.scope["quire.key"], body.rank, session,
+        )  # fmt: skip
+
+    return await turns.begin(request, state, model, ask)
+
+
+def _check(body: CompletionBody) -> None:
+    for name, plain in (("suffix", (None, "")), ("best_of", (None, 1, body.n))):
+        if getattr(body, name) not in plain:
+            raise ApiError(400, f"{name} is not supported; leave it out", param=name)
+    if body.echo and body.logprobs is not None:
+        raise ApiError(400, "logprobs are not told of a prompt: leave echo out", param="echo")
+    if body.prompt is None and body.session_id is None:
+        raise ApiError(
+            400, "prompt is missing: a text, token ids, or a list of them", param="prompt"
+        )
+
+
+def _tokens(llm: LLM, body: CompletionBody, behind: int) -> list[list[int]]:
+    """Token ids of all prompts."""
+    prompt: Any = body.prompt
+    if prompt is None or prompt == []:
+        prompt = ""
+    if isinstance(prompt, str) or all(isinstance(one, int) for one in prompt):
+        prompt = [prompt]
+    elif len({type(one) for one in prompt}) > 1:
+        raise ApiError(400, "prompts are texts, or lists of token ids, not both", param="prompt")
+    if len(prompt) > _MOST_PROMPTS:
+        raise ApiError(400, f"at most {_MOST_PROMPTS} prompts at a time", param="prompt")
+    if body.session_id is not None and len(prompt) != 1:
+        raise ApiError(400, "a session goes on with one prompt", param="prompt")
+    made = []
+    for one in prompt:
+        made.append(llm.tokens_of(one, behind) if isinstance(one, str) else check_ids(llm, one))
+    return made
+
+
+class _Answer:
+    """Writes what comes in OpenAI's older form."""
+
+    def __init__(self, turn: Turn, model: str, body: CompletionBody) -> None:
+        self._state = turn.state
+        self._run = turn.run
+        self._llm = turn.run.ask.model.llm
+        self._body = body
+        self._head = {
+            "id": f"cmpl-{secrets.token_hex(12)}", "object": "text_completion",
+            "created": int(time.time()), "model": model,
+        }  # fmt: skip
+        self._offsets: dict[int, int] = {}
+
+    async def whole(self) -> dict[str, Any]:
+        """One object."""
+        jobs = self._run.jobs
+        parts: list[list[Delta]] = [[] for _ in jobs]
+        async for delta in self._run.deltas():
+            parts[delta.choice].append(delta)
+        choices = []
+        for index, deltas in enumerate(parts):
+            text = self._echo(index) + "".join(d.text for d in deltas)
+            logprobs = [one for d in deltas for one in d.logprobs]
+            choices.append(self._choice(index, text, logprobs, deltas[-1].finish_reason))
+        return {**self._head, "choices": choices, **self._end()}
+
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
+        """Server-sent events."""
+        going = len(self._run.jobs)
+        fresh = set(range(going))
+        usage = {"usage": None} if self._body.wants_usage else {}
+        try:
+            async for delta in self._run.deltas():
+                text = delta.text
+                if delta.choice in fresh:
+                    fresh.discard(delta.choice)
+                    text = self._echo(delta.choice) + text
+                going -= delta.finish_reason is not None
+                choice = self._choice(delta.choice, text, delta.logprobs, delta.finish_reason)
+                end = self._end(usage=False) if not going and not usage else {}
+                yield event({**self._head, "choices": [choice], **usage, **end})
+            if self._body.wants_usage:
+                yield event({**self._head, "choices": [], **self._end()})
+        except Exception as error:
+            yield event(self._state.told(error).as_dict())
+        yield DONE
+
+    def _echo(self, index: int) -> str:
+        if not self._body.echo:
+            return ""
+        return self._llm.decode(self._run.ask.prompts[index // self._run.ask.n])
+
+    def _choice(
+        self, index: int, text: str, logprobs: list[Any], finish: str | None
+    ) -> dict[str, Any]:
+        told = None
+        if self._body.logprobs is not None:
+            at = self._offsets.get(index, 0)
+            told, self._offsets[index] = legacy(self._llm.tokenizer, logprobs, at)
+        return {"index": index, "text": text, "logprobs": told, "finish_reason": finish}
+
+    def _end(self, usage: bool = True) -> dict[str, Any]:
+        run = self._run
+        end = {"timings": run.timings(), "memory": run.memory()}
+        return {"usage": run.usage(), **end} if usage else end

@@ -1,0 +1,131 @@
+"""Conversations as clients send them, made ready for a model, and its answers taken apart."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from quire.api.llm import LLM
+from quire.api.texts import ChatPrompt
+from quire.server.errors import ApiError
+from quire.server.run import Run
+from quire.text.answers import Answer
+from quire.types import TokenLogprob
+
+_OURS = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "documents"}
+
+
+def chat_prompt(
+    llm: LLM, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None,
+    tool_choice: str | dict[str, Any] | None = None, extra: dict[str, Any] | None = None,
+    add_generation_prompt: bool | None = None, continue_final: bool | None = None,
+) -> ChatPrompt:  # fmt: skip
+    """A conversation up to where the model goes on, and how to read its answer.
+
+    A last message of the assistant is gone on with, unless the client says otherwise.
+    """
+    ready = [plain_message(message, number) for number, message in enumerate(messages)]
+    if not ready:
+        raise ApiError(400, "messages is empty; there is nothing to answer", param="messages")
+    extra = dict(extra or {})
+    if taken := _OURS & extra.keys():
+        names, param = ", ".join(sorted(taken)), "chat_template_kwargs"
+        raise ApiError(400, f"{param} cannot set {names}", param=param)
+    if continue_final and add_generation_prompt:
+        raise ApiError(400, "continue_final_message and add_generation_prompt exclude each other")
+    choice = _choice(tool_choice)
+    last = ready[-1]
+    if last.get("role") == "assistant" and last.get("content") and continue_final is not False:
+        return _continued(llm, ready, tools or None, choice, extra)
+    if continue_final:  # nothing to go on with
+        raise ApiError(
+            400, "continue_final_message needs a last message of the assistant, with a content",
+            param="continue_final_message",
+        )  # fmt: skip
+    extra["add_generation_prompt"] = add_generation_prompt is not False
+    return llm.chat_prompt(ready, tools or None, choice, extra)
+
+
+def _continued(
+    llm: LLM, ready: list[dict[str, Any]], tools: list[dict[str, Any]] | None, choice: str,
+    extra: dict[str, Any],
+) -> ChatPrompt:  # fmt: skip
+    """Up to the end of the last message; a mark shows where the template puts that."""
+    mark = f"\u2063{secrets.token_hex(8)}\u2063"
+    last = {**ready[-1], "content": ready[-1]["content"] + mark}
+    extra = {**extra, "add_generation_prompt": False}
+    prompt = llm.chat_prompt([*ready[:-1], last], tools, choice, extra)
+    before, found, _ = prompt.text.rpartition(mark)
+    if not found:
+        raise ApiError(400, "this model's template cannot go on with a message", param="messages")
+    return replace(prompt, text=before, tokens=llm.text_tokens(before))
+
+
+def _choice(tool_choice: str | dict[str, Any] | None) -> str:
+    """auto, none, required, or the name of a tool."""
+    match tool_choice:
+        case None:
+            return "auto"
+        case "auto" | "none" | "required":
+            return str(tool_choice)
+        case {"function": {"name": str(name)}} | {"name": str(name)}:
+            return name
+    raise ApiError(
+        400, "tool_choice is 'none', 'auto', 'required' or {'type': 'function', 'function': "
+        "{'name': …}}", param="tool_choice",
+    )  # fmt: skip
+
+
+def plain_message(message: dict[str, Any], number: int) -> dict[str, Any]:
+    """A message whose content is text, with roles that templates know."""
+    made = dict(message)
+    if made.get("role") == "developer":
+        made["role"] = "system"
+    content = made.get("content")
+    if isinstance(content, list):
+        made["content"] = "".join(_part(part, number) for part in content)
+    elif content is None and made.get("role") in ("assistant", "tool"):
+        made["content"] = ""
+    return made
+
+
+def _part(part: object, number: int) -> str:
+    if isinstance(part, dict) and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, dict) else part
+    raise ApiError(
+        400, f"messages[{number}] has a part of type {kind!r:.80}; this model reads text only",
+        param="messages",
+    )  # fmt: skip
+
+
+class Spoken(NamedTuple):
+    """What came of an answer, taken apart."""
+
+    choice: int
+    answer: Answer
+    logprobs: list[TokenLogprob]
+    finish_reason: str | None
+    """stop, length, tool_calls or abort."""
+
+
+async def spoken(run: Run, one_call: bool = False) -> AsyncIterator[Spoken]:
+    """The answers of a run as they come: text, reasoning and calls; of calls, all or one."""
+    prompt = run.ask.chat
+    assert prompt is not None
+    readers = [prompt.reader() for _ in run.jobs]
+    called = [0] * len(readers)
+    async for delta in run.deltas():
+        answer = readers[delta.choice].feed(delta.text)
+        finish = delta.finish_reason
+        if finish:
+            answer += readers[delta.choice].close()
+        if one_call:
+            answer = replace(answer, tool_calls=answer.tool_calls[: 1 - called[delta.choice]])
+        called[delta.choice] += len(answer.tool_calls)
+        if called[delta.choice] and finish == "stop":
+            finish = "tool_calls"
+        if answer or delta.logprobs or finish:
+            yield Spoken(delta.choice, answer, delta.logprobs, finish)

@@ -1,0 +1,69 @@
+"""What other dialects share: errors in their own form, streams of lines, and how an answer ended.
+
+A dialect makes a `ChatBody` or an `Ask` out of what its clients send, and writes what comes in its
+own form. The generation itself is the same for all.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Coroutine, Sequence
+from functools import wraps
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.errors import QuireError
+from quire.server.errors import ApiError
+from quire.server.run import Run
+from quire.server.state import State
+from quire.server.wire import EventStream, encode
+
+Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+
+
+def says_errors(form: Callable[[ApiError], Response]) -> Callable[[Handler], Handler]:
+    """Errors of a route in the form that its clients read."""
+
+    def around(handler: Handler) -> Handler:
+        @wraps(handler)
+        async def handle(request: Request) -> Response:
+            state: State = request.app.state.quire
+            try:
+                return await handler(request)
+            except (ApiError, QuireError) as error:
+                return form(state.told(error))
+
+        return handle
+
+    return around
+
+
+class LineStream(EventStream):
+    """The same for streams of one JSON object in each line; an empty line keeps them alive."""
+
+    media_type = "application/x-ndjson"
+    ping = b"\n"
+
+
+def line(value: Any) -> bytes:
+    """One object in a line of its own."""
+    return encode(value) + b"\n"
+
+
+def new_id(prefix: str) -> str:
+    """An id that nobody else has."""
+    return f"{prefix}{secrets.token_hex(12)}"
+
+
+def stopped_by(run: Run, stops: Sequence[str] | None, choice: int = 0) -> str | None:
+    """Which of these stop strings ended an answer, if one did."""
+    job = run.jobs[choice]
+    llm = run.ask.model.llm
+    ended = job.token_ids and job.token_ids[-1] in llm.engine.end_ids
+    if job.finish_reason != "stop" or ended or not stops:
+        return None
+    text = llm.decode(job.token_ids)
+    found = [stop for stop in stops if stop and stop in text]
+    return min(found, key=text.index, default=None)

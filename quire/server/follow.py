@@ -1,0 +1,134 @@
+"""Between the engine's thread and the event loop.
+
+The seat's own thread drives while there is something to compute (`Driver`); whatever a step brought
+for however many requests is told to the event loop by one wake-up (`News`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Protocol, TypeVar
+
+from quire.engine.guest import Guest
+from quire.engine.loop import Loop
+from quire.engine.waiting import Call, Waiter
+
+T = TypeVar("T")
+
+
+class Listener(Protocol):
+    """Somebody in the event loop who waits for news."""
+
+    def wake(self) -> None:
+        """There is some."""
+
+
+class News:
+    """Tells listeners in one event loop what happened in other threads."""
+
+    def __init__(self) -> None:
+        self._home = asyncio.get_running_loop()
+        self._told: deque[Listener] = deque()
+        self._called = False
+
+    def tell(self, listener: Listener) -> None:
+        """From any thread; one wake-up for all that are told before the event loop looks."""
+        self._told.append(listener)
+        if not self._called:
+            self._called = True
+            with suppress(RuntimeError):  # the event loop is closed: nobody waits any more
+                self._home.call_soon_threadsafe(self._read)
+
+    def _read(self) -> None:
+        self._called = False
+        while self._told:
+            self._told.popleft().wake()
+
+
+class Signal:
+    """A listener for one thing."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def wake(self) -> None:
+        """Something happened."""
+        self._event.set()
+
+    async def wait(self) -> None:
+        """Until something happened since the last time."""
+        await self._event.wait()
+        self._event.clear()
+
+
+class Driver(Waiter):
+    """Has the seat's thread drive an engine as long as it has something to compute."""
+
+    def __init__(self, loop: Loop, failed: Callable[[BaseException], None]) -> None:
+        super().__init__(loop, lambda: loop.engine.closed or not loop.engine.scheduler.active)
+        self._loop = loop
+        self._failed = failed
+        self._driving = False
+
+    def drive(self) -> None:
+        """From now on, until it fails."""
+        if not self._driving:
+            self._driving = True
+            self._loop.seat.add_guest(self)
+
+    def stop(self) -> None:
+        """No more."""
+        self._driving = False
+        self._loop.seat.remove_guest(self)
+
+    def wake(self) -> None:
+        """There is nothing to compute; that is nobody's news."""
+
+    def fail(self, error: BaseException) -> None:
+        """A step broke off with something that is no request's own error."""
+        self._driving = False
+        self._failed(error)
+
+
+async def on_engine(loop: Loop, fn: Callable[[], T], unwanted: Callable[[T], None]) -> T:
+    """Does something with the engine between steps, without a thread that waits for it.
+
+    Whoever is cancelled meanwhile wants nothing any more: what came of it goes to `unwanted`.
+    """
+    call = _Call(fn, unwanted)
+    guest = Guest(loop, lambda: call.done)
+    loop.later(call.run)
+    loop.seat.add_guest(guest)
+    try:
+        await guest.future
+    except BaseException:
+        call.drop()
+        raise
+    finally:
+        loop.seat.remove_guest(guest)
+    return call.result()
+
+
+class _Call(Call[T]):
+    def __init__(self, fn: Callable[[], T], unwanted: Callable[[T], None]) -> None:
+        super().__init__(fn)
+        self._unwanted = unwanted
+
+    @property
+    def done(self) -> bool:
+        return self._finished.is_set()
+
+    def run(self) -> None:
+        """On the loop, so that nobody drops it halfway."""
+        super().run()
+        if self.dropped and self._error is None and self._result is not None:
+            self._unwanted(self._result)
+
+    def drop(self) -> None:
+        """Nobody waits; if it was done meanwhile, that is undone."""
+        if self.done and not self.dropped and self._error is None and self._result is not None:
+            self._unwanted(self._result)
+        self.dropped = True

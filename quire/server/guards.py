@@ -1,0 +1,123 @@
+"""What every request passes before a route sees it. Pure ASGI: nothing hides a disconnect."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.server.errors import ApiError, told
+from quire.server.page_routes import is_file, is_page
+from quire.server.settings import ServeSettings
+
+log = logging.getLogger("quire.server")
+_LOCAL = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.IGNORECASE)
+
+
+class Guards:
+    """Host, origin, key and size, in this order."""
+
+    def __init__(self, app: ASGIApp, settings: ServeSettings) -> None:
+        self._app = app
+        self._settings = settings
+        self._keys = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Lets a request through, or says why not."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        try:
+            self._check_host(headers)
+            self._check_origin(headers)
+            scope["quire.key"] = self._key_for(scope["path"], headers)
+            self._check_length(headers)
+            await self._answer(scope, _Limited(receive, self._settings.max_body), send)
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """What goes wrong in a route is said here, once, and not to the client in detail."""
+        started = False
+
+        async def sending(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, sending)
+        except Exception as error:
+            log.error("%s %s failed", scope["method"], scope["path"], exc_info=error)
+            if started:
+                raise
+            raise told(error) from error
+
+    def _check_host(self, headers: Headers) -> None:
+        """A page elsewhere whose name was made to point here is not let in."""
+        host = headers.get("host", "")
+        if self._settings.on_loopback and not _LOCAL.fullmatch(host):
+            raise ApiError(403, f"this server answers to localhost, not to {host!r:.80}")
+
+    def _check_origin(self, headers: Headers) -> None:
+        """Browsers send pages' requests with where the page came from."""
+        origin = headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc != headers.get("host"):
+            raise ApiError(403, "requests from pages of other servers are not answered")
+
+    def _key_for(self, path: str, headers: Headers) -> str | None:
+        """Who asks; None for a page that asks for the key, and its files."""
+        try:
+            return self._check_key(headers)
+        except ApiError:
+            if is_file(path) or is_page(path, headers.get("accept", "")):
+                return None
+            raise
+
+    def _check_key(self, headers: Headers) -> str:
+        """Who asks; every key is compared, in constant time."""
+        given = headers.get("x-api-key", "")
+        scheme, _, rest = headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer":
+            given = rest.strip()
+        digest = hashlib.sha256(given.encode(errors="replace")).digest()
+        matches = [hmac.compare_digest(digest, key) for key in self._keys]
+        if self._keys and not any(matches):
+            raise ApiError(
+                401, "a key is needed: Authorization: Bearer KEY", code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )  # fmt: skip
+        return digest.hex()[:16] if given else ""
+
+    def _check_length(self, headers: Headers) -> None:
+        length = headers.get("content-length", "0")
+        if not length.isdecimal() or int(length[:20]) > self._settings.max_body:
+            raise too_large(self._settings.max_body)
+
+
+def too_large(most: int) -> ApiError:
+    """The body is more than a server takes."""
+    return ApiError(413, f"a body has at most {most:,} bytes", code="body_too_large")
+
+
+class _Limited:
+    """Counts what comes of a body without a length."""
+
+    def __init__(self, receive: Receive, most: int) -> None:
+        self._receive = receive
+        self._most = most
+        self._came = 0
+
+    async def __call__(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.request":
+            self._came += len(message.get("body", b""))
+            if self._came > self._most:
+                raise too_large(self._most)
+        return message

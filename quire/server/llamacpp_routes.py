@@ -1,0 +1,176 @@
+"""llama.cpp's own paths: `/completion`, `/props` and `/slots`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+import quire
+from quire.server import turn as turns
+from quire.server.completions_routes import CompletionBody, begin_completion
+from quire.server.dialect import stopped_by
+from quire.server.errors import ApiError
+from quire.server.run import Delta, Run
+from quire.server.state import State
+from quire.server.turn import Turn
+from quire.server.wire import as_json, event, read_as
+
+
+class LlamaBody(msgspec.Struct, kw_only=True):
+    """What a client sends, with llama.cpp's defaults; what it sends besides is not looked at."""
+
+    prompt: str | list[int | str | list[int]]
+    model: str | None = None
+    n_predict: int | None = None
+    max_tokens: int | None = None
+    temperature: float = 0.8
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    repeat_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    ignore_eos: bool | None = None
+    logit_bias: Any = None
+    n_probs: int | None = None
+    json_schema: dict[str, Any] | None = None
+    grammar: str | None = None
+    stream: bool | None = None
+    return_tokens: bool | None = None
+    session_id: str | None = None
+    cache_salt: str | None = None
+
+    def as_completion(self) -> CompletionBody:
+        """The same in OpenAI's words."""
+        if self.grammar:
+            raise ApiError(
+                400, "grammar is not read in llama.cpp's notation; use json_schema, or "
+                "structured_outputs at /v1/completions with a grammar in Lark's", param="grammar",
+            )  # fmt: skip
+        most = self.n_predict if self.n_predict is not None else self.max_tokens
+        schema = {"type": "json_schema", "schema": self.json_schema}
+        return CompletionBody(
+            prompt=self.prompt, model=self.model,
+            max_tokens=2**31 - 1 if most is None or most < 0 else most,
+            temperature=max(self.temperature, 0.0), top_k=self.top_k, top_p=self.top_p,
+            min_p=self.min_p, seed=self.seed, stop=self.stop,
+            repetition_penalty=self.repeat_penalty, presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty, ignore_eos=self.ignore_eos,
+            logit_bias=_bias(self.logit_bias), logprobs=self.n_probs or None,
+            response_format=schema if self.json_schema is not None else None,
+            stream=self.stream, session_id=self.session_id, cache_salt=self.cache_salt,
+        )  # fmt: skip
+
+
+def _bias(given: Any) -> dict[str, float] | None:
+    """llama.cpp's form is a list of pairs, of which False forbids a token."""
+    if given is None or isinstance(given, dict):
+        return given
+    try:
+        return {str(int(t)): -1000.0 if b is False else float(b) for t, b in given}
+    except (TypeError, ValueError):
+        raise ApiError(400, "logit_bias is a list of [id, number]", param="logit_bias") from None
+
+
+async def completion(request: Request) -> Response:
+    """Continues one prompt or several."""
+    body = await read_as(request, LlamaBody)
+    turn = await begin_completion(request, body.as_completion())
+    if body.stream:
+        return turns.stream(turn, _events(turn, body))
+    made = await turns.finish(request, turn, _whole(turn.run, body))
+    return as_json(made[0] if len(made) == 1 else made)
+
+
+async def _whole(run: Run, body: LlamaBody) -> list[dict[str, Any]]:
+    parts: list[list[Delta]] = [[] for _ in run.jobs]
+    async for delta in run.deltas():
+        parts[delta.choice].append(delta)
+    made = []
+    for at, said in enumerate(parts):
+        tokens = [token for part in said for token in part.token_ids]
+        made.append(_end(run, body, at, "".join(part.text for part in said), tokens))
+    return made
+
+
+async def _events(turn: Turn, body: LlamaBody) -> AsyncGenerator[bytes, None]:
+    run = turn.run
+    try:
+        async for delta in run.deltas():
+            at, job = delta.choice, run.jobs[delta.choice]
+            if delta.text or not delta.finish_reason:
+                yield event({
+                    "index": at, "content": delta.text, "tokens": delta.token_ids, "stop": False,
+                    "id_slot": -1, "tokens_predicted": len(job.token_ids),
+                    "tokens_evaluated": job.prompt_tokens,
+                })  # fmt: skip
+            if delta.finish_reason:
+                yield event(_end(run, body, at, "", []))
+    except Exception as error:
+        yield event(turn.state.told(error).as_dict())
+
+
+def _end(run: Run, body: LlamaBody, at: int, text: str, tokens: list[int]) -> dict[str, Any]:
+    job, word = run.jobs[at], None
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop
+    if job.finish_reason == "stop":
+        word = stopped_by(run, stops, at)
+    kind = "word" if word else "eos" if job.finish_reason == "stop" else "limit"
+    llm = run.ask.model.llm
+    return {
+        "index": at, "content": text, "tokens": tokens if body.return_tokens else [],
+        "id_slot": -1, "stop": True, "model": run.ask.model.name,
+        "tokens_predicted": len(job.token_ids), "tokens_evaluated": job.prompt_tokens,
+        "tokens_cached": job.sequence.cached, "prompt": llm.decode(run.ask.prompts[at]),
+        "truncated": False, "has_new_line": "\n" in text,
+        "stop_type": kind, "stopping_word": word or "", "generation_settings": _settings(run),
+        "timings": run.timings(), "memory": run.memory(),
+    }  # fmt: skip
+
+
+def _settings(run: Run) -> dict[str, Any]:
+    chosen = run.ask.sampling
+    return {
+        "n_predict": chosen.max_tokens, "seed": chosen.seed, "temperature": chosen.temperature,
+        "top_k": chosen.top_k, "top_p": chosen.top_p, "min_p": chosen.min_p,
+        "repeat_penalty": chosen.repetition_penalty, "stop": list(run.ask.stop),
+    }  # fmt: skip
+
+
+async def props(request: Request) -> Response:
+    """What the server is set to."""
+    state: State = request.app.state.quire
+    model = state.models.find(request.query_params.get("model"))
+    async with state.models.using(model) as llm:
+        tokenizer = llm.tokenizer
+        return as_json({
+            "default_generation_settings": {"n_ctx": llm.n_ctx, "params": {}},
+            "total_slots": state.settings.max_running, "model_alias": model.name,
+            "model_path": model.name, "chat_template": tokenizer.chat_template or "",
+            "bos_token": tokenizer.token_text(tokenizer.bos),
+            "eos_token": tokenizer.token_text(tokenizer.eos),
+            "modalities": {"vision": False, "audio": False},
+            "build_info": f"quire-{quire.__version__}", "is_sleeping": False,
+        })  # fmt: skip
+
+
+async def slots(request: Request) -> Response:
+    """Requests under way, each as the slot that llama.cpp would have for it."""
+    state: State = request.app.state.quire
+    told: list[dict[str, Any]] = []
+    for run in state.runs:
+        for job in run.jobs:
+            told.append({
+                "id": len(told), "id_task": len(told), "n_ctx": run.ask.model.llm.n_ctx,
+                "is_processing": not job.done, "params": _settings(run),
+                "prompt_tokens": job.prompt_tokens, "next_token": {"n_decoded": len(job.token_ids)},
+            })  # fmt: skip
+    while len(told) < state.settings.max_running:
+        told.append({"id": len(told), "is_processing": False})
+    return as_json(told)

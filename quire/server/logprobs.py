@@ -1,0 +1,52 @@
+"""Log-probabilities in OpenAI's two forms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from quire.text.tokenizer import Tokenizer
+from quire.types import TokenLogprob
+
+
+def chat_form(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """As `/v1/chat/completions` tells them: bytes too, and the likeliest others."""
+    content = []
+    for one in logprobs:
+        top = [_told(tokenizer, token, value) for token, value in one.top]
+        content.append({**_told(tokenizer, one.token_id, one.logprob), "top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def _told(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
+    data = tokenizer.token_bytes(token)
+    return {"token": _text(data), "logprob": _finite(logprob), "bytes": list(data)}
+
+
+def legacy(
+    tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob], offset: int
+) -> tuple[dict[str, Any], int]:
+    """As `/v1/completions` tells them, and where the next token's text begins."""
+    tokens: list[str] = []
+    offsets: list[int] = []
+    for one in logprobs:
+        tokens.append(_text(tokenizer.token_bytes(one.token_id)))
+        offsets.append(offset)
+        offset += len(tokens[-1])
+    tops = []
+    for one in logprobs:
+        tops.append({_text(tokenizer.token_bytes(t)): _finite(p) for t, p in one.top})
+    told = {
+        "tokens": tokens, "token_logprobs": [_finite(one.logprob) for one in logprobs],
+        "top_logprobs": tops, "text_offset": offsets,
+    }  # fmt: skip
+    return told, offset
+
+
+def _text(data: bytes) -> str:
+    return data.decode(errors="replace")
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity; OpenAI says -9999 for what cannot be."""
+    return max(float(logprob), -9999.0)

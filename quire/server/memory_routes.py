@@ -1,0 +1,68 @@
+"""What memory holds, and how much it may."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.errors import OutOfMemory
+from quire.server.errors import ApiError
+from quire.server.state import State
+from quire.server.wire import as_json, read_as
+
+
+class BudgetBody(msgspec.Struct, kw_only=True):
+    """A new budget."""
+
+    budget_bytes: int
+    model: str | None = None
+
+
+class ForgetBody(msgspec.Struct, kw_only=True):
+    """Whose cached prefixes go; without a salt, everybody's."""
+
+    salt: str | None = None
+    model: str | None = None
+
+
+async def report(state: State, name: str | None = None) -> dict[str, Any]:
+    """`llm.memory.as_dict()` of a model."""
+    model = state.models.find(name)
+    async with state.models.using(model) as llm:
+        memory = llm.memory
+        told: dict[str, Any] = await model.call(memory.as_dict)
+        return {"model": model.name, **told}
+
+
+async def memory(request: Request) -> Response:
+    """What memory holds now."""
+    state: State = request.app.state.quire
+    return as_json(await report(state, request.query_params.get("model")))
+
+
+async def resize(request: Request) -> Response:
+    """Another budget from now on; 409 where what is held does not fit it."""
+    state: State = request.app.state.quire
+    body = await read_as(request, BudgetBody)
+    if body.budget_bytes < 1:
+        raise ApiError(400, "budget_bytes is a number of bytes above 0", param="budget_bytes")
+    model = state.models.find(body.model)
+    async with state.models.using(model) as llm:
+        try:
+            await model.call(lambda: llm.resize(body.budget_bytes))
+        except OutOfMemory as error:
+            raise ApiError(409, str(error), code="budget", param="budget_bytes") from error
+    return as_json(await report(state, body.model))
+
+
+async def forget(request: Request) -> Response:
+    """Drops cached prefixes."""
+    state: State = request.app.state.quire
+    body = await read_as(request, ForgetBody)
+    model = state.models.find(body.model)
+    async with state.models.using(model) as llm:
+        await model.call(lambda: llm.forget(body.salt))
+    return as_json({"object": "memory.forgotten", "salt": body.salt})

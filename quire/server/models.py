@@ -1,0 +1,187 @@
+"""The models of a server: by name, loaded on first use, on one budget."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from quire import config
+from quire.api.devices import budget_of
+from quire.api.llm import LLM
+from quire.devices.budget import Budget, Share
+from quire.engine.pace import Pace
+from quire.errors import BudgetError, QuireError, RequestError
+from quire.server.errors import ApiError
+from quire.server.follow import Driver, on_engine
+from quire.server.settings import ServeSettings
+from quire.weights import pull
+
+T = TypeVar("T")
+
+
+class ServedModel:
+    """One model, whether it is loaded or not."""
+
+    def __init__(self, name: str, source: str) -> None:
+        self.name = name
+        self.source = source
+        self.created = int(time.time())
+        self.users = 0
+        """Requests and sessions that need it loaded."""
+        self.last_used = time.monotonic()
+        self.loading: asyncio.Task[None] | None = None
+        self._llm: LLM | None = None
+        self._driver: Driver | None = None
+
+    @property
+    def loaded(self) -> bool:
+        """Whether it is in memory."""
+        return self._llm is not None
+
+    @property
+    def llm(self) -> LLM:
+        """The loaded model, for whoever uses it."""
+        assert self._llm is not None, f"{self.name} is used without being loaded"
+        return self._llm
+
+    def take(self, llm: LLM, failed: Callable[[BaseException], None]) -> None:
+        """It is loaded now."""
+        self._llm = llm
+        llm.engine.scheduler.pace = Pace()
+        self._driver = Driver(llm.loop, failed)
+
+    def give(self) -> LLM:
+        """It is not loaded any more; the caller closes it."""
+        llm = self.llm
+        assert self._driver is not None
+        self._driver.stop()
+        self._llm = self._driver = None
+        return llm
+
+    async def call(self, fn: Callable[[], T], unwanted: Callable[[T], None] = lambda _: None) -> T:
+        """Does something with the engine between steps.
+
+        Whatever comes of it is driven from before it begins: its client may leave at once.
+        """
+        assert self._driver is not None
+        self._driver.drive()
+        return await on_engine(self.llm.loop, fn, unwanted)
+
+
+class Models:
+    """All models that were named, and who is loaded."""
+
+    def __init__(self, settings: ServeSettings, failed: Callable[[BaseException], None]) -> None:
+        self._settings = settings
+        self._failed = failed
+        self._config = config.LoadConfig(**settings.load)
+        self._budget: Budget | None = None
+        self.by_name: dict[str, ServedModel] = {}
+        for source in settings.models:
+            name = name_of(source)
+            if name in self.by_name:
+                raise RequestError(f"two models are called {name!r}; rename one of the files")
+            self.by_name[name] = ServedModel(name, source)
+
+    @property
+    def default(self) -> ServedModel:
+        """The one that serves whoever names none."""
+        return next(iter(self.by_name.values()))
+
+    @property
+    def loaded(self) -> list[ServedModel]:
+        """Those in memory."""
+        return [model for model in self.by_name.values() if model.loaded]
+
+    def find(self, name: str | None, strict: bool = True) -> ServedModel:
+        """A model by its name; without `strict` an unknown name is the first one's."""
+        if not name:
+            return self.default
+        found = self.by_name.get(name)
+        if found is None and strict:
+            raise ApiError(
+                404, f"there is no model {name!r:.140}; there are {', '.join(self.by_name)}",
+                code="model_not_found", param="model",
+            )  # fmt: skip
+        return found or self.default
+
+    @asynccontextmanager
+    async def using(self, model: ServedModel) -> AsyncIterator[LLM]:
+        """A model, loaded if need be; it stays so meanwhile."""
+        model.users += 1
+        try:
+            while not model.loaded:
+                await asyncio.shield(self._loading(model))
+            yield model.llm
+        finally:
+            model.users -= 1
+            model.last_used = time.monotonic()
+
+    def _loading(self, model: ServedModel) -> asyncio.Task[None]:
+        """The one load that all who need a model wait for; it goes on if they leave."""
+        if model.loading is None:
+            model.loading = task = asyncio.create_task(self._load(model))
+
+            def loaded(done: asyncio.Task[None]) -> None:
+                model.loading = None
+                done.cancelled() or done.exception()  # whoever waited has heard of it
+
+            task.add_done_callback(loaded)
+        return model.loading
+
+    async def _load(self, model: ServedModel) -> None:
+        while True:
+            try:
+                llm = await asyncio.to_thread(self._loaded, model)
+                break
+            except BudgetError:
+                idle = [m for m in self.loaded if not m.users]
+                if not idle:
+                    raise
+                await self.unload(min(idle, key=lambda m: m.last_used))
+            except QuireError as error:
+                raise ApiError(
+                    503, f"model {model.name!r} cannot be loaded: {error}", code="model_unavailable"
+                ) from error
+        model.take(llm, self._failed)
+
+    def _loaded(self, model: ServedModel) -> LLM:
+        path = pull.resolve(model.source, config.cache_folder())
+        beside = self.loaded[0].llm if self.loaded else None
+        budget = self._shared_budget()
+        if len(self.by_name) > 1:
+            budget = Share(budget, model.name)
+        return LLM(path, self._config, budget, None, beside)
+
+    def _shared_budget(self) -> Budget:
+        if self._budget is None:
+            self._budget = budget_of(self._config)
+        return self._budget
+
+    async def unload(self, model: ServedModel) -> None:
+        """Gives a model's memory back."""
+        if model.loaded:
+            await asyncio.to_thread(model.give().close)
+
+    async def unload_idle(self, after_s: float) -> None:
+        """Gives back those that nobody has used for a while."""
+        for model in self.loaded:
+            if not model.users and time.monotonic() - model.last_used >= after_s:
+                await self.unload(model)
+
+    async def close(self) -> None:
+        """Gives all of them back."""
+        for model in self.loaded:
+            await self.unload(model)
+
+
+def name_of(source: str) -> str:
+    """What clients call a model: an alias, or the name of its file or folder."""
+    if source.startswith("hf:"):
+        source = source[3:]
+    path = Path(source)
+    return path.name.removesuffix(".gguf") if "/" in source or path.exists() else source

@@ -1,0 +1,42 @@
+// Follows the server's events and shows them. Each event has what changed since the last.
+
+import { events } from "./api.js";
+import { showBudget } from "./budget.js";
+import { showChat, useTree } from "./chat.js";
+import { $, say } from "./dom.js";
+import { showPages } from "./pages.js";
+import { showPlots } from "./plots.js";
+import { showPrefix } from "./prefix.js";
+import { showRequests } from "./requests.js";
+import { fork, rewind, showSessions } from "./sessions.js";
+
+useTree({ fork, rewind });
+const PANELS = [showBudget, showSessions, showPages, showPrefix, showRequests, showChat, showPlots];
+let state = {};
+
+function live(kind, text) {
+  $("live").dataset.state = kind;
+  say($("live"), text);
+}
+
+async function watch() {
+  state = {};
+  for await (const change of events("GET", "/v1/memory/events")) {
+    Object.assign(state, change);
+    live("live", "live");
+    say($("model"), state.model ? `${state.model.id}, context of ${state.model.n_ctx.toLocaleString("en")}` : "no model loaded");
+    for (const show of PANELS) show(state);
+  }
+}
+
+for (let wait = 500; ; wait = Math.min(wait * 2, 5000)) {
+  try {
+    const before = Date.now();
+    await watch();
+    if (Date.now() - before > 5000) wait = 250;
+  } catch (error) {
+    console.debug(error);
+  }
+  live("lost", "not connected; trying again");
+  await new Promise((resolve) => setTimeout(resolve, wait));
+}

@@ -1,0 +1,26 @@
+// One bar for the whole budget: what its bytes are held for, and what is free.
+
+import { $, bytes, follow, h, say } from "./dom.js";
+
+export function showBudget({ budget }) {
+  if (!budget) return;
+  const free = Math.max(budget.limit_bytes - budget.used_bytes, 0);
+  const parts = [...budget.parts, { name: "free", kind: "free", bytes: free }];
+  const key = (part) => part.name;
+  const share = (part) => `${((100 * part.bytes) / budget.limit_bytes).toFixed(1)}%`;
+  say($("budget-sum"), `${bytes(budget.used_bytes)} of ${bytes(budget.limit_bytes)}`);
+  const told = parts.map((part) => `${part.name} ${bytes(part.bytes)}`).join(", ");
+  $("budget-bar").setAttribute("aria-label", `Memory by use: ${told}`);
+  const make = (part) => h("i", { data: { kind: part.kind } });
+  follow($("budget-bar"), parts, key, make, (node, part) => {
+    node.style.flexGrow = part.bytes;
+    node.hidden = part.bytes === 0;
+    node.title = `${part.name}: ${bytes(part.bytes)} (${share(part)})`;
+  });
+  const entry = (part) =>
+    h("div", { data: { kind: part.kind, part: part.name } }, h("dt", {}, part.name), h("dd"));
+  follow($("budget-parts"), parts, key, entry, (node, part) => {
+    say(node.lastChild, bytes(part.bytes));
+    node.dataset.bytes = part.bytes;
+  });
+}

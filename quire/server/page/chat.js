@@ -1,0 +1,191 @@
+// A chat on sessions. Each talk is a session on the server; this page remembers who said what.
+
+import { at, call, events } from "./api.js";
+import { mark as color } from "./colors.js";
+import { $, follow, h, notice, plural, say } from "./dom.js";
+
+const KEPT = "quire-talks";
+const HOW = { max_tokens: 300, temperature: 0.6, top_p: 0.9 };
+const talks = new Map(JSON.parse(sessionStorage.getItem(KEPT) ?? "[]")); // id -> turns
+let open = null; // the session that is shown
+let sessions = new Map();
+let running = null;
+let forkHere, rewindTo; // given by the tree, which gives them for its own buttons too
+
+export const talkOf = () => open;
+
+/** The first of prefix1, prefix2… that no session has; the server finds one where that is too long. */
+export function freeName(prefix) {
+  for (let n = 1; prefix.length < 100; n++) if (!sessions.has(prefix + n)) return prefix + n;
+}
+
+/** A new session; its id. */
+export async function newTalk() {
+  const { id } = await call("POST", "/v1/sessions", { id: freeName("chat-") });
+  talks.set(id, []);
+  return id;
+}
+
+export function useTree(tree) {
+  forkHere = tree.fork;
+  rewindTo = tree.rewind;
+}
+
+export function openTalk(id) {
+  open = id;
+  say($("chat-h"), id ? `Chat in ${id}` : "Chat");
+  show();
+  $("message").focus({ preventScroll: true });
+}
+
+/** A fork knows what was said before it; those turns are marked as shared. */
+export function talkForked(id, made) {
+  if (talks.has(id)) {
+    talks.set(made, talks.get(id).map((turn) => ({ ...turn, from: turn.from ?? id })));
+    keep();
+  }
+  if (open === id) openTalk(made);
+}
+
+/** A session went back: so do the turns that came later. */
+export function talkRewound(id, position) {
+  const turns = talks.get(id);
+  if (turns) {
+    const last = turns.findLastIndex((turn) => turn.end && turn.end <= position);
+    talks.set(id, turns.slice(0, last + 1));
+    keep();
+  }
+  if (open === id) show();
+}
+
+export function showChat(state) {
+  if (!state.sessions) return;
+  sessions = new Map(state.sessions.map((one) => [one.id, one]));
+  if (open && !sessions.has(open) && !running) openTalk(state.sessions[0]?.id ?? null);
+  show();
+}
+
+function keep() {
+  sessionStorage.setItem(KEPT, JSON.stringify([...talks].slice(-50)));
+}
+
+const modelOf = (id) => sessions.get(id)?.model;
+const isChat = (id) => talks.has(id) || !sessions.get(id)?.position;
+
+function show() {
+  const here = sessions.get(open);
+  say($("chat-at"), here ? plural(here.position, "token") : "");
+  $("send").hidden = running !== null;
+  $("stop").hidden = running === null;
+  const tree = here ? [...sessions.values()].filter((one) => one.root === here.root) : [];
+  const chip = (one) => h("button", { type: "button", onclick: () => openTalk(one.id) }, one.id);
+  const chips = here ? [...tree, { id: "+", kind: "fork" }] : [];
+  const make = (one) => (one.kind === "fork" ? h("button", { type: "button", id: "fork-here", onclick: () => forkHere(open) }, "Fork here") : chip(one));
+  follow($("branches"), chips, (one) => one.id, make, (node, one) => {
+    if (one.kind === "fork") return void (node.disabled = running !== null);
+    node.setAttribute("aria-pressed", String(one.id === open));
+    color(node, { kind: "session", id: one.id });
+  });
+  if (open === null || isChat(open)) showTurns(talks.get(open) ?? []);
+  else showContext(here);
+}
+
+function showTurns(turns) {
+  const list = turns.map((turn, i) => ({ ...turn, i }));
+  const make = (turn) => h("div", { class: "turn", data: { role: turn.role } },
+    h("div", { class: "who" }, h("span"), h("button", { type: "button" }, "Rewind to here")), h("span"));
+  if (!list.length) list.push({ i: "none", role: "nobody", content: open ? "Nothing said yet." : "Say something, and a session is made for it." });
+  const log = $("log");
+  const low = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
+  follow(log, list, (turn) => `${open} ${turn.i} ${turn.role}`, make, (node, turn) => {
+    const [who, button] = node.firstChild.children;
+    say(who, turn.from ? `${turn.role}, shared with ${turn.from}` : turn.role === "context" || turn.role === "nobody" ? "" : turn.role);
+    say(node.lastChild, turn.content);
+    if (turn.from) color(node, { kind: "session", id: turn.from });
+    const back = turn.end && turn.end < (sessions.get(open)?.position ?? 0) && !running;
+    button.hidden = !back;
+    if (back) button.onclick = () => rewindTo(open, sessions.get(open).position - turn.end);
+  });
+  if (low) log.scrollTop = log.scrollHeight;
+}
+
+/** A session that others made: its context as text, asked for again when it has moved. */
+const contexts = new Map();
+
+function showContext(here) {
+  const known = contexts.get(here.id);
+  const now = { role: "context", content: known?.text ?? "…", i: "context" };
+  showTurns([now]);
+  if (known?.position === here.position || here.status === "generating") return;
+  contexts.set(here.id, { position: here.position, text: known?.text ?? "…" });
+  readContext(here).catch((error) => notice(error.message));
+}
+
+async function readContext({ id, position }) {
+  const { tokens } = await call("GET", at(id, "?tokens=1"));
+  const found = await call("POST", "/detokenize", { tokens, model: modelOf(id) });
+  contexts.set(id, { position, text: found.content ?? found.prompt });
+  if (open === id) show();
+}
+
+async function send(text) {
+  if (open === null) open = await newTalk();
+  const id = open;
+  running = new AbortController();
+  try {
+    await (isChat(id) ? converse(id, text) : carryOn(id, text));
+  } catch (error) {
+    if (error.name !== "AbortError") notice(error.message);
+  } finally {
+    running = null;
+    $("composer").dataset.answers = Number($("composer").dataset.answers ?? 0) + 1;
+    openTalk(open);
+  }
+}
+
+async function converse(id, text) {
+  const turns = talks.get(id) ?? [];
+  const answer = { role: "assistant", content: "" };
+  talks.set(id, [...turns, { role: "user", content: text }, answer]);
+  openTalk(id);
+  const messages = talks.get(id).slice(0, -1).map(({ role, content }) => ({ role, content }));
+  const body = { model: modelOf(id), messages, session_id: id, stream: true, ...HOW };
+  try {
+    for await (const part of events("POST", "/v1/chat/completions", body, running.signal)) {
+      if (part.error) throw new Error(part.error.message);
+      answer.content += part.choices?.[0]?.delta?.content ?? "";
+      if (open === id) show();
+    }
+  } finally {
+    if (!answer.content) talks.set(id, turns);
+    else answer.end = (await call("GET", at(id))).position;
+    keep();
+  }
+}
+
+/** A context that is no conversation goes on as text. */
+async function carryOn(id, text) {
+  const known = contexts.get(id) ?? { text: "" };
+  const body = { model: modelOf(id), prompt: text, session_id: id, stream: true, ...HOW };
+  known.text += text;
+  for await (const part of events("POST", "/v1/completions", body, running.signal)) {
+    if (part.error) throw new Error(part.error.message);
+    known.text += part.choices?.[0]?.text ?? "";
+    if (open === id) showTurns([{ role: "context", content: known.text, i: "context" }]);
+  }
+}
+
+$("composer").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const text = $("message").value;
+  if (running || !text.trim()) return;
+  $("message").value = "";
+  send(text).catch((error) => notice(error.message));
+});
+$("message").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    event.preventDefault();
+    $("composer").requestSubmit();
+  }
+});
+$("stop").addEventListener("click", () => running?.abort());

@@ -1,0 +1,239 @@
+"""One request on the engine, followed from the event loop.
+
+A dialect makes an `Ask` out of what a client sent, starts it, iterates over the deltas of its run
+and writes the end from `usage`, `timings` and `memory`. Leaving the run ends it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from quire.api.stream import end_soon
+from quire.api.texts import ChatPrompt
+from quire.engine.loop import Job
+from quire.engine.request import Request
+from quire.server.compilers import Compilers
+from quire.server.follow import News, Signal
+from quire.server.models import ServedModel
+from quire.types import Constraint, Sampling, TokenLogprob
+
+if TYPE_CHECKING:
+    from quire.server.session import ServedSession
+    from quire.server.state import State
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What is asked of the engine, whatever dialect it was written in."""
+
+    model: ServedModel
+    prompts: list[list[int]]
+    """Token ids; with a session, one prompt that comes behind what it holds."""
+    sampling: Sampling
+    n: int = 1
+    """Answers to each prompt."""
+    stop: tuple[str, ...] = ()
+    constraint: Constraint | None = None
+    salt: str = ""
+    key: str = ""
+    """Who asks, for fairness."""
+    priority: int = 0
+    """Lower comes first."""
+    session: ServedSession | None = None
+    chat: ChatPrompt | None = None
+    """The conversation that the prompt was made from, which says how to read the answer."""
+    whole: bool = False
+    """With a session: whether the prompt is the whole conversation, which it goes back for."""
+
+
+class Delta(NamedTuple):
+    """What came for one choice since the last time."""
+
+    choice: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob]
+    finish_reason: str | None
+
+
+class Run:
+    """Jobs of one request: choice `i` belongs to prompt `i // n`."""
+
+    def __init__(self, ask: Ask, news: News, compilers: Compilers) -> None:
+        self.ask = ask
+        self.jobs: list[Job] = []
+        self._news = news
+        self._compilers = compilers
+        self.at_end: Callable[[], Awaitable[None]] | None = None
+        """Gives back what was held for it, besides pages."""
+        self._changed = Signal()
+        self._failure: BaseException | None = None
+
+    async def begin(self) -> None:
+        """Puts all of it on the engine at once."""
+        ask = self.ask
+        begins = []
+        for prompt in ask.prompts:
+            for n in range(ask.n):
+                sampling = ask.sampling
+                if sampling.seed is not None and n:
+                    sampling = replace(sampling, seed=(sampling.seed + n) % 2**64)
+                request = Request(
+                    tuple(prompt), sampling, ask.constraint, ask.salt, None, ask.key, ask.priority
+                )
+                begins.append(await self._prepared(request))
+        self.jobs = await ask.model.call(partial(_begin_all, begins, self._tell), _end_all)
+        self.wake()  # what came before anybody listened
+
+    async def _prepared(self, request: Request) -> Callable[[], Job]:
+        """What starts a job, on the loop; what takes long is done elsewhere, before."""
+        ask, llm = self.ask, self.ask.model.llm
+        transcript, matcher = llm.transcript(ask.stop), None
+        if request.constraint is not None:
+            matcher = await self._compilers.compile(llm, request)
+        if ask.session is not None:
+            return ask.session.beginning(request, transcript, matcher, ask.whole)
+
+        def begin() -> Job:
+            sequence = llm.engine.new_sequence()
+            return llm.loop.start(sequence, request, transcript, matcher, keep=False)
+
+        return begin
+
+    def _tell(self) -> None:
+        self._news.tell(self)
+
+    def wake(self) -> None:
+        """Something came of one of its jobs."""
+        self._changed.wake()
+
+    def fail(self, error: BaseException) -> None:
+        """The engine broke down; from any thread."""
+        self._failure = error
+        self._tell()
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """What comes, until all jobs are done; raises what made one fail."""
+        seen = [0] * len(self.jobs)
+        going = set(range(len(self.jobs)))
+        while going:
+            for index in sorted(going):
+                job = self.jobs[index]
+                done = job.done  # asked first: what comes later is taken next time
+                if job.error:
+                    raise job.error
+                text, at = job.take(), seen[index]
+                tokens = job.token_ids[at:]
+                seen[index] += len(tokens)
+                if done:
+                    going.discard(index)
+                if text or tokens or done:
+                    logprobs = job.logprobs[at : seen[index]]
+                    yield Delta(index, text, tokens, logprobs, _finish(job) if done else None)
+            if going:
+                await self._changed.wait()
+                if self._failure:
+                    raise self._failure
+        if self.at_end:  # before a client hears of the end, and asks for the next thing
+            await self.at_end()
+
+    def close(self) -> None:
+        """Ends what still runs, before the next step."""
+        _end_all(self.jobs)
+
+    # -- what it came to ------------------------------------------------------------------------
+
+    @property
+    def firsts(self) -> list[Job]:
+        """The first job of each prompt."""
+        return self.jobs[:: self.ask.n]
+
+    def usage(self) -> dict[str, object]:
+        """Tokens, as OpenAI counts them, and why those that were computed had to be."""
+        prompt = sum(job.prompt_tokens for job in self.firsts)
+        made = sum(len(job.token_ids) for job in self.jobs)
+        cached = sum(job.sequence.cached for job in self.firsts)
+        details: dict[str, object] = {"cached_tokens": cached}
+        if reasons := [job.sequence.miss for job in self.firsts if job.sequence.miss]:
+            details["cache_miss"] = {"reason": reasons[0], "tokens": prompt - cached}
+        return {
+            "prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made,
+            "prompt_tokens_details": details,
+        }  # fmt: skip
+
+    def memory(self) -> dict[str, int]:
+        """What the jobs held when they ended, and at most."""
+        held = [job.held for job in self.jobs if job.held]
+        return {
+            "pages": sum(h.pages for h in held),
+            "pages_shared": sum(h.pages_shared for h in held),
+            "bytes": sum(h.bytes for h in held),
+            "peak_bytes": sum(job.peak_bytes for job in self.jobs),
+        }
+
+    def timings(self) -> dict[str, float]:
+        """Under llama.cpp's names; of several choices, from the first start to the last token."""
+        jobs = self.jobs
+        started, first = min(j.started for j in jobs), max(j.first for j in jobs)
+        last = max(j.last for j in jobs)
+        cached = sum(job.sequence.cached for job in self.firsts)
+        prompt_n = sum(job.prompt_tokens for job in self.firsts) - cached
+        made = sum(len(job.token_ids) for job in jobs)
+        prompt_ms, made_ms = (first - started) * 1e3, (last - first) * 1e3
+        return {
+            "cache_n": cached,
+            **_speed("prompt", prompt_n, prompt_ms), **_speed("predicted", made, made_ms),
+        }  # fmt: skip
+
+
+def _begin_all(begins: list[Callable[[], Job]], tell: Callable[[], None]) -> list[Job]:
+    """All of them, or none."""
+    jobs: list[Job] = []
+    try:
+        for begin in begins:
+            jobs.append(job := begin())
+            job.told.append(tell)
+    except BaseException:
+        _end_all(jobs)
+        raise
+    return jobs
+
+
+def _end_all(jobs: list[Job]) -> None:
+    for job in jobs:
+        end_soon(job)
+
+
+def _speed(name: str, n: int, ms: float) -> dict[str, float]:
+    return {
+        f"{name}_n": n,
+        f"{name}_ms": ms,
+        f"{name}_per_token_ms": ms / n if n else 0.0,
+        f"{name}_per_second": n / ms * 1e3 if ms else 0.0,
+    }
+
+
+def _finish(job: Job) -> str:
+    return {"cancelled": "abort"}.get(str(job.finish_reason), str(job.finish_reason))
+
+
+@asynccontextmanager
+async def started(state: State, ask: Ask) -> AsyncIterator[Run]:
+    """A request's turn: it waits for it, runs, and everything is given back at the end."""
+    async with AsyncExitStack() as stack:
+        choices = len(ask.prompts) * ask.n
+        state.records.asked(ask)
+        await stack.enter_async_context(
+            state.admission.enter(ask.key, ask.priority, max(choices, 1))
+        )
+        run = Run(ask, state.news, state.compilers)
+        state.runs.add(run)
+        state.records.runs(run)
+        stack.callback(state.runs.discard, run)
+        stack.callback(run.close)
+        await run.begin()
+        yield run

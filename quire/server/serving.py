@@ -1,0 +1,187 @@
+"""Runs the application: uvicorn, deadlines for slow senders, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.util import find_spec
+from math import ceil
+from typing import Any
+
+import h11
+import msgspec
+import uvicorn
+from starlette.applications import Starlette
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from quire.errors import RequestError
+from quire.server.app import build
+from quire.server.errors import ApiError
+from quire.server.records import log_to_stderr
+from quire.server.settings import ServeSettings
+from quire.server.state import State
+
+HEAD_S = 20.0
+"""Seconds in which a request's head has to come."""
+BODY_S = 50.0
+"""Seconds in which its body has to come."""
+_MOST_HEAD = 64 << 10
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class _Connection(h11.Connection):
+    """Remembers what h11 thinks of a request that it refuses."""
+
+    hint = 400
+
+    def next_event(self) -> Any:
+        try:
+            return super().next_event()
+        except h11.RemoteProtocolError as error:
+            self.hint = error.error_status_hint
+            raise
+
+
+class Protocol(H11Protocol):
+    """uvicorn's, with a deadline for whoever sends too slowly, and errors in our form."""
+
+    _deadline: asyncio.TimerHandle | None = None
+    _body_begun = False
+
+    def connection_made(self, transport: Any) -> None:
+        """The head has to come soon."""
+        super().connection_made(transport)
+        listening = transport.get_extra_info("socket")
+        if listening is not None and listening.family in (socket.AF_INET, socket.AF_INET6):
+            # A token is a small packet, and must not wait until the last one was acknowledged.
+            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.conn = _Connection(h11.SERVER, _MOST_HEAD)
+        self._set_deadline(HEAD_S)
+
+    def data_received(self, data: bytes) -> None:
+        """A head in time, then a body in time, then nothing is waited for."""
+        super().data_received(data)
+        state = self.conn.their_state
+        if state is h11.SEND_BODY:
+            if not self._body_begun:
+                self._body_begun = True
+                self._set_deadline(BODY_S)
+            return
+        self._body_begun = False
+        if state is not h11.IDLE:
+            self._set_deadline(None)
+        elif self._deadline is None:  # the first bytes of the next request
+            self._set_deadline(HEAD_S)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nobody sends any more."""
+        self._set_deadline(None)
+        super().connection_lost(exc)
+
+    def _set_deadline(self, seconds: float | None) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = (seconds and self.loop.call_later(seconds, self._too_slow)) or None
+
+    def _too_slow(self) -> None:
+        if not (self.cycle and self.cycle.response_started) and not self.transport.is_closing():
+            self.transport.write(_raw(408, "the request did not come in time"))
+        self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP, or too much of it."""
+        status = getattr(self.conn, "hint", 400)
+        text = f"a request's head has at most {_MOST_HEAD:,} bytes" if status == 431 else msg
+        self.transport.write(_raw(status, text))
+        self.transport.close()
+
+
+def _raw(status: int, message: str) -> bytes:
+    body = msgspec.json.encode(ApiError(status, message).as_dict())
+    head = f"HTTP/1.1 {status} Refused\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
+
+
+class Server(uvicorn.Server):
+    """Opens and closes what is served with itself; told to end, it ends with status 0."""
+
+    def __init__(self, config: uvicorn.Config, app: Starlette, settings: ServeSettings) -> None:
+        super().__init__(config)
+        self._app = app
+        self._settings = settings
+        self.state: State | None = None
+        self.when_ready: Callable[[], None] = lambda: None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Models first; then requests are taken."""
+        self.state = self._app.state.quire = State(self._settings)
+        try:
+            await self.state.open()
+            await super().startup(sockets)
+        except BaseException:
+            await self.state.close()
+            raise
+        self.when_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """What runs comes to its end, or is cut off after a while; then all is given back."""
+        assert self.state is not None
+        self.state.stop_admitting()
+        await super().shutdown(sockets)
+        await self.state.close()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals end the server and are not raised again afterwards."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self._told) for number in _SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _told(self, number: int, frame: Any) -> None:
+        if self.state is not None:
+            self.state.stop_admitting()
+        self.handle_exit(number, frame)
+
+
+def make(settings: ServeSettings) -> Server:
+    """A server that is ready to run."""
+    app = build(settings)
+    config = uvicorn.Config(
+        app, host=settings.host, port=settings.port, http=Protocol, ws="none", lifespan="off",
+        loop="uvloop" if find_spec("uvloop") else "asyncio", access_log=False, log_level="warning",
+        server_header=False, date_header=True, proxy_headers=False, timeout_keep_alive=15,
+        timeout_graceful_shutdown=max(ceil(settings.drain_s), 1), backlog=1024,
+    )  # fmt: skip
+    return Server(config, app, settings)
+
+
+def serve(settings: ServeSettings, ready: Callable[[str], None] = lambda url: None) -> None:
+    """Serves until it is told to end; `ready` hears where, once requests are taken."""
+    log_to_stderr()
+    server = make(settings)
+    with _listening(settings) as sock:
+        address = replace(settings, port=sock.getsockname()[1])
+        server.when_ready = lambda: ready(address.url)
+        server.run(sockets=[sock])
+
+
+def _listening(settings: ServeSettings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    try:
+        return socket.create_server((settings.host, settings.port), family=family, backlog=1024)
+    except (OSError, OverflowError) as error:
+        raise RequestError(
+            f"cannot listen on {settings.host}, port {settings.port}: {error}; "
+            "is another server there? --port takes another one, 0 any that is free"
+        ) from error

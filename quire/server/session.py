@@ -1,0 +1,197 @@
+"""One session as a resource: who owns it, where it came from, and what it looks like."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quire.api.session import Session
+from quire.engine.constrain import Matcher
+from quire.engine.generation import Transcript
+from quire.engine.guest import Guest
+from quire.engine.history import WayBack
+from quire.engine.loop import Job
+from quire.engine.request import Request
+from quire.engine.sequence import LOST, PARKED, Mark
+from quire.server.errors import ApiError
+from quire.server.models import ServedModel
+
+_TURN = "~turn"  # no client can name a mark so
+NOTE = "quire.server"
+"""Under this name a session's notes say what a server must know when it opens the file."""
+
+
+class ServedSession:
+    """A session under an id; one request at a time owns it."""
+
+    _way_back: WayBack
+
+    def __init__(
+        self, id: str, session: Session, model: ServedModel, *, parent: str | None = None,
+        root: str | None = None, ttl_s: float | None = None,
+    ) -> None:  # fmt: skip
+        self.id = id
+        self.session = session
+        self.model = model
+        self.created = int(time.time())
+        self.parent = parent
+        self.root = root or id
+        self.ttl_s = ttl_s
+        self.saved: str | None = None
+        self.kept = False
+        """Whether a client saved it: then its file outlives it."""
+        self.used = time.time()
+        self.busy = ""
+        """What whoever owns it now does with it."""
+
+    @property
+    def expires(self) -> float | None:
+        """When it is closed if nobody uses it before."""
+        return None if self.ttl_s is None else self.used + self.ttl_s
+
+    @contextmanager
+    def owned(self, doing: str) -> Iterator[ServedSession]:
+        """One at a time; others are refused."""
+        if self.busy:
+            raise ApiError(
+                409, f"session {self.id!r} is {self.busy}; wait until that has ended, or fork it",
+                code="session_busy",
+            )  # fmt: skip
+        self.busy = doing
+        try:
+            yield self
+        finally:
+            self.busy = ""
+            self.used = time.time()
+
+    def beginning(
+        self, request: Request, transcript: Transcript, matcher: Matcher | None, whole: bool
+    ) -> Callable[[], Job]:
+        """What starts a generation in it, on the loop.
+
+        `whole`: the request has all tokens from the beginning; what is there already stays.
+        """
+        session, llm = self.session, self.model.llm
+
+        def begin() -> Job:
+            sequence, history = session.sequence, llm.engine.history
+            tokens = request.tokens
+            if whole:
+                common = sequence.tokens.common(np.array(tokens, np.int32))
+                if common < sequence.length:
+                    history.truncate(sequence, common, session.marks.values())
+                tokens = tokens[common:]
+            asked = replace(request, tokens=tokens, salt=sequence.salt)
+            self._way_back = history.way_back(sequence)
+            try:
+                job = llm.loop.start(sequence, asked, transcript, matcher, keep=True)
+                if whole and not history.cuts_anywhere:
+                    job.told.append(_first(job, self._mark_turn))
+                return job
+            except BaseException:
+                self._way_back.go()
+                self._way_back.drop()
+                raise
+
+        return begin
+
+    def _mark_turn(self) -> None:
+        """Marks the end of a prompt, where the next turn is sure to begin; on the loop.
+
+        What was answered comes back as text and may be cut into other tokens, and a state cannot
+        go back by many.
+        """
+        session = self.session
+        if before := session.marks.get(_TURN):
+            session.drop(before)
+        session.checkpoint(_TURN)
+
+    @property
+    def marks(self) -> dict[str, Mark]:
+        """Those that clients made."""
+        return {name: mark for name, mark in self.session.marks.items() if name != _TURN}
+
+    async def append(self, tokens: list[int]) -> None:
+        """Computes more tokens; whoever is cancelled meanwhile has appended nothing."""
+        loop = self.model.llm.loop
+        work, way_back = await self.model.call(
+            lambda: self.session.start_append(tokens), lambda made: made[0].undo()
+        )
+        guest = Guest(loop, lambda: work.done)  # no output says that tokens are computed
+        loop.seat.add_guest(guest)
+        try:
+            await guest.future
+        except BaseException:
+            loop.later(lambda: loop.end(work))
+            raise
+        finally:
+            loop.seat.remove_guest(guest)
+
+        def settle() -> None:
+            loop.end(work)
+            if work.error:
+                work.undo()
+            way_back.drop()
+
+        await self.model.call(settle)
+        if work.error:
+            raise work.error
+
+    def settle(self, job: Job) -> None:
+        """A generation is over: a prompt that nothing came of is taken back. On the loop."""
+        if not job.token_ids and not self.model.llm.engine.closed:
+            self._way_back.go()
+        self._way_back.drop()
+
+    def look(self) -> dict[str, Any]:
+        """What clients see of it; on the loop."""
+        sequence = self.session.sequence
+        held = self.model.llm.engine.memory.footprint(sequence.id)
+        status = "parked" if sequence.status in (PARKED, LOST) else "idle"
+        seen: dict[str, Any] = {
+            "id": self.id, "object": "session", "created": self.created, "model": self.model.name,
+            "position": sequence.length, "status": "generating" if self.busy else status,
+            "parent": self.parent, "root": self.root,
+            "checkpoints": [
+                {"name": name, "position": len(mark.record.tokens)}
+                for name, mark in self.marks.items()
+            ],
+            "memory": {
+                "bytes": held.bytes, "bytes_shared": held.bytes_shared,
+                "pages": held.pages, "pages_shared": held.pages_shared,
+            },
+        }  # fmt: skip
+        if self.saved:
+            seen["saved"] = self.saved
+        if self.expires is not None:
+            seen["expires"] = int(self.expires)
+        notes = {name: value for name, value in self.session.notes.items() if name != NOTE}
+        return seen | ({"notes": notes} if notes else {})
+
+    def save(self, path: Path) -> int:
+        """Writes it to a file; how many bytes that took."""
+        self.session.notes[NOTE] = {
+            "model": self.model.name, "created": self.created, "parent": self.parent,
+            "root": self.root, "ttl_s": self.ttl_s, "kept": self.kept,
+        }  # fmt: skip
+        self.session.save(path)
+        return path.stat().st_size
+
+
+def _first(job: Job, do: Callable[[], None]) -> Callable[[], None]:
+    """Does something when a job's first token has come, and it goes on."""
+    done = False
+
+    def tell() -> None:
+        nonlocal done
+        if not done and job.token_ids and not job.done:
+            done = True
+            do()
+
+    return tell

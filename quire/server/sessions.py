@@ -1,0 +1,156 @@
+"""All sessions of a server: by id, and by the names they are saved under."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+import time
+from pathlib import Path
+from typing import Any
+
+from quire.errors import SessionFileError
+from quire.server.errors import ApiError, not_found
+from quire.server.models import Models, ServedModel
+from quire.server.session import NOTE, ServedSession
+
+_REMEMBERED = 10_000
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def checked_name(name: object, what: str = "a session's id") -> str:
+    """A name that is safe as a file's, or 400."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ApiError(
+            400, f"{what} is 1 to 128 letters, digits, '.', '_' or '-' and begins with a letter "
+            f"or digit, not {name!r:.140}", code="invalid_name",
+        )  # fmt: skip
+    return name
+
+
+class Sessions:
+    """The store; only for the event loop's own thread."""
+
+    def __init__(self, models: Models, folder: Path) -> None:
+        self.models = models
+        self.folder = folder
+        self.by_id: dict[str, ServedSession] = {}
+        self._deleted: dict[str, None] = {}  # the oldest first
+        self._opening = asyncio.Lock()
+
+    def free_id(self, id: str | None) -> str:
+        """An id for a new session; one that is taken is refused."""
+        if id is None:
+            return f"s-{secrets.token_hex(8)}"
+        if checked_name(id) in self.by_id:
+            raise ApiError(409, f"there is a session {id!r} already", code="session_exists")
+        return id
+
+    def add(self, session: ServedSession) -> ServedSession:
+        """Takes a session in; its model stays loaded as long as it is here."""
+        if session.id in self.by_id:
+            raise ApiError(409, f"there is a session {session.id!r} already", code="session_exists")
+        self.by_id[session.id] = session
+        self._deleted.pop(session.id, None)
+        session.model.users += 1
+        return session
+
+    async def get(self, id: str, model: ServedModel | None = None) -> ServedSession:
+        """A session by its id; one that is not here but saved under that name is opened."""
+        checked_name(id)
+        async with self._opening:
+            if id not in self.by_id:
+                if id in self._deleted or not self.path(id).is_file():
+                    raise not_found("session", id, code="session_not_found")
+                await self.open(id, id, model)
+        found = self.by_id[id]
+        if model is not None and found.model is not model:
+            raise ApiError(
+                409, f"session {id!r} belongs to model {found.model.name!r}, not {model.name!r}",
+                code="session_model",
+            )  # fmt: skip
+        return found
+
+    def path(self, name: str) -> Path:
+        """Where a session of this name is saved; never through a link."""
+        path = self.folder / f"{checked_name(name, 'the name of a saved session')}.quire"
+        if path.is_symlink():
+            raise ApiError(400, f"{name!r} is a link, and links are not followed")
+        return path
+
+    async def open(
+        self, name: str, id: str | None = None, model: ServedModel | None = None
+    ) -> ServedSession:
+        """A saved session, under an id of its own."""
+        path = self.path(name)
+        if not path.is_file():
+            raise not_found("saved session", name, code="session_not_found")
+        new_id = self.free_id(id)
+        tried = [model] if model else list(self.models.by_name.values())
+        for number, one in enumerate(tried):
+            async with self.models.using(one) as llm:
+                try:
+                    session = await asyncio.to_thread(llm.open, path)
+                except SessionFileError:
+                    if number + 1 == len(tried):
+                        raise
+                    continue
+                found = ServedSession(new_id, session, one)
+                self._recall(found, name)
+                return self.add(found)
+        raise AssertionError("there is at least one model")
+
+    def _recall(self, found: ServedSession, name: str) -> None:
+        """What the file says of how it was served; it is not trusted, so only what fits."""
+        told: Any = found.session.notes.pop(NOTE, None)
+        found.saved, found.kept = name, True
+        if isinstance(told, dict) and found.id == name:
+            found.kept = told.get("kept") is not False
+            created, ttl_s = told.get("created"), told.get("ttl_s")
+            found.created = created if isinstance(created, int) else found.created
+            found.ttl_s = ttl_s if isinstance(ttl_s, (int, float)) and ttl_s > 0 else None
+            for field in ("parent", "root"):
+                if isinstance(told.get(field), str) and _NAME.fullmatch(told[field]):
+                    setattr(found, field, told[field])
+
+    async def save(self, session: ServedSession, name: str | None = None) -> dict[str, Any]:
+        """Writes a session under a name, by default its id."""
+        name = name or session.saved or session.id
+        path = self.path(name)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        size = await asyncio.to_thread(session.save, path)
+        session.saved = name
+        position = session.session.position
+        return {"object": "session.file", "name": name, "bytes": size, "position": position}
+
+    async def close(self, session: ServedSession) -> None:
+        """Gives a session's pages back; a saved file stays."""
+        if self.by_id.pop(session.id, None) is session:
+            session.model.users -= 1
+            session.model.last_used = time.monotonic()
+            await asyncio.to_thread(session.session.close)
+
+    async def delete(self, session: ServedSession) -> None:
+        """Closes a session for good: it is not opened again because somebody names it."""
+        await self.close(session)
+        if session.saved and not session.kept:
+            await asyncio.to_thread(self.path(session.saved).unlink, missing_ok=True)
+        self._deleted[session.id] = None
+        while len(self._deleted) > _REMEMBERED:
+            del self._deleted[next(iter(self._deleted))]
+
+    async def close_expired(self) -> None:
+        """Closes those whose time is over."""
+        now = time.time()
+        for session in list(self.by_id.values()):
+            if not session.busy and session.expires is not None and session.expires <= now:
+                await self.close(session)
+
+    async def look(self) -> list[dict[str, Any]]:
+        """What clients see of all of them."""
+        seen: list[dict[str, Any]] = []
+        for model in self.models.loaded:
+            mine = [s for s in self.by_id.values() if s.model is model]
+            if mine:
+                seen += await model.call(lambda mine=mine: [s.look() for s in mine])  # type: ignore[misc]
+        return seen

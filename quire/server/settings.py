@@ -1,0 +1,66 @@
+"""How a server is set up; the flags of `quire serve`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any, Literal
+
+from quire.config import cache_folder
+from quire.errors import RequestError
+
+SaveSessions = Literal["turn", "drain", "never"]
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """What does not change while a server runs."""
+
+    models: tuple[str, ...] = ("smollm2",)
+    host: str = "127.0.0.1"
+    port: int = 8080
+    api_keys: tuple[str, ...] = ()
+    no_api_key: bool = False
+    max_running: int = 64
+    max_queue: int = 256
+    session_dir: Path | None = None
+    save_sessions: SaveSessions = "never"
+    keep_alive_s: float = 300.0
+    """Seconds after which one of several models that nobody uses is given back."""
+    max_body: int = 32 << 20
+    drain_s: float = 30.0
+    """Seconds that running requests get to end once the server is told to."""
+    log_text: bool = False
+    load: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of `quire.load`, for every model."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_running", "max_queue", "max_body"):
+            if getattr(self, name) < (0 if name == "max_queue" else 1):
+                raise RequestError(f"--{name.replace('_', '-')} is too small")
+        if not (self.on_loopback or self.api_keys or self.no_api_key):
+            raise RequestError(
+                f"--host {self.host} can be reached from other machines: give --api-key, or "
+                "--no-api-key to let everybody in"
+            )
+
+    @property
+    def on_loopback(self) -> bool:
+        """Whether only this machine can reach it."""
+        try:
+            return ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+    @property
+    def sessions_in(self) -> Path:
+        """Where sessions are saved."""
+        return self.session_dir or cache_folder() / "sessions"

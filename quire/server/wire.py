@@ -1,0 +1,161 @@
+"""Bodies in and out: JSON with limits, server-sent events, and noticing that a client left."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from quire.server.errors import ApiError
+
+T = TypeVar("T")
+JSON = "application/json"
+PING_S = 10.0
+"""Seconds of silence after which a stream says that it is alive."""
+
+_encoder = msgspec.json.Encoder()
+encode = _encoder.encode
+"""Any plain value or msgspec structure as JSON."""
+
+
+class Disconnected(Exception):
+    """The client is gone: nobody waits for what was asked."""
+
+
+def as_json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """A JSON response."""
+    return Response(encode(value), status, headers, media_type="application/json")
+
+
+async def read_as(request: Request, form: type[T], kinds: tuple[str, ...] = (JSON,)) -> T:
+    """The body of a request as a type; refused where it is none, or comes as another kind."""
+    body = await _body(request)
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if body and kind not in kinds:
+        raise ApiError(415, f"bodies are JSON (Content-Type: application/json), not {kind!r:.80}")
+    try:
+        return msgspec.json.decode(body or b"{}", type=form)
+    except msgspec.ValidationError as error:
+        what, _, where = str(error).partition(" - at `$")
+        param = where.rstrip("`").lstrip(".") or None
+        raise ApiError(400, f"{param or 'the body'}: {what}", param=param) from None
+    except RecursionError:
+        raise ApiError(400, "the body is JSON nested too deeply") from None
+    except msgspec.DecodeError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from None
+    except UnicodeDecodeError:
+        raise ApiError(400, "the body is not valid JSON: it is not UTF-8") from None
+
+
+async def _body(request: Request) -> bytes:
+    try:
+        return await request.body()
+    except ClientDisconnect as error:
+        raise Disconnected from error
+
+
+async def while_connected(
+    request: Request, work: Coroutine[Any, Any, T],
+    unwanted: Callable[[T], Awaitable[None]] | None = None,
+) -> T:  # fmt: skip
+    """What comes of some work; it is cancelled as soon as the client is gone.
+
+    Work may come to its end just as it is cancelled: that goes to `unwanted`.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(request.receive))
+    wanted = False
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Disconnected
+        wanted = True
+        return task.result()
+    finally:
+        gone.cancel()
+        if not wanted:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            if unwanted and not task.cancelled() and task.exception() is None:
+                await unwanted(task.result())
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events from an iterator of ready-made chunks; it ends when its client leaves.
+
+    A silent stream is kept alive by comments. Errors are the iterator's to put into words.
+    """
+
+    media_type = "text/event-stream"
+    ping = b": ping\n\n"
+
+    def __init__(
+        self, chunks: AsyncGenerator[bytes, None], close: Callable[[], Awaitable[None]],
+        headers: dict[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(None, 200, {"Cache-Control": "no-cache", **(headers or {})})
+        self._chunks = chunks
+        self._close = close
+        self._last = 0.0
+
+    def init_headers(self, headers: Any = None) -> None:
+        """Without a length, which is not known."""
+        super().init_headers(headers)
+        self.raw_headers = [h for h in self.raw_headers if h[0] != b"content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends what comes; with the client everything behind the stream goes too."""
+        writer = asyncio.ensure_future(self._write(send))
+        gone = asyncio.ensure_future(_gone(receive))
+        try:
+            await asyncio.wait({writer, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if writer.done():
+                writer.result()
+        finally:
+            for task in (writer, gone):
+                task.cancel()
+            await asyncio.gather(writer, gone, return_exceptions=True)
+            await self._close()
+
+    async def _write(self, send: Send) -> None:
+        chunks = self._chunks
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        pings = asyncio.ensure_future(self._pings(send))
+        try:
+            async for chunk in chunks:
+                self._last = time.monotonic()
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        finally:
+            pings.cancel()
+            await chunks.aclose()
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _pings(self, send: Send) -> None:
+        self._last = time.monotonic()
+        while True:
+            quiet = time.monotonic() - self._last
+            if quiet < PING_S:
+                await asyncio.sleep(PING_S - quiet)
+                continue
+            self._last = time.monotonic()
+            await send({"type": "http.response.body", "body": self.ping, "more_body": True})
+
+
+def event(value: Any, name: str = "") -> bytes:
+    """One server-sent event."""
+    head = b"event: " + name.encode() + b"\n" if name else b""
+    return head + b"data: " + encode(value) + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"

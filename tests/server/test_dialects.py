@@ -1,0 +1,184 @@
+"""OpenAI's embeddings and responses, with its own client; llama.cpp's paths by hand."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.server.rig import Rig, turns
+
+openai = pytest.importorskip("openai")
+ASK = "Tell me about the sea"
+GREEDY: dict[str, Any] = {"model": "tiny-dense", "max_output_tokens": 12, "temperature": 0}
+
+
+@pytest.fixture
+def client(rig: Rig) -> Any:
+    return openai.OpenAI(base_url=f"{rig.url}/v1", api_key="none", max_retries=0)
+
+
+def said(rig: Rig) -> str:
+    text: str = rig.chat(ASK)["choices"][0]["message"]["content"]
+    return text
+
+
+# -- embeddings -----------------------------------------------------------------------------------
+
+
+def test_vectors_are_those_of_the_model(rig: Rig, client: Any) -> None:
+    texts = ["the sea", "a stone"]
+    made = client.embeddings.create(model="tiny-dense", input=texts)  # the client asks for base64
+    assert np.allclose([one.embedding for one in made.data], rig.llm.embed(texts), atol=1e-6)
+    plain = client.embeddings.create(model="tiny-dense", input=texts, encoding_format="float")
+    assert np.allclose(plain.data[0].embedding, made.data[0].embedding, atol=1e-6)
+    assert made.usage.prompt_tokens == sum(len(rig.llm.encode(text)) for text in texts)
+    ids = rig.llm.encode("the sea")
+    same = rig.post("/embeddings", model="anything", input=ids)["data"][0]["embedding"]
+    assert np.allclose(same, made.data[0].embedding, atol=1e-6)
+    short = rig.post("/v1/embeddings", input=texts, dimensions=8)["data"][0]["embedding"]
+    assert len(short) == 8 and np.linalg.norm(short) == pytest.approx(1, abs=1e-5)
+
+
+def test_what_has_no_vector_is_refused(rig: Rig) -> None:
+    width = rig.llm.embed("x").shape[1]
+    for body in (
+        {"input": []}, {"input": ""}, {"input": [10**9]}, {"input": "x", "encoding_format": "hex"},
+        {"input": "x", "dimensions": 0}, {"input": "x", "dimensions": width + 1},
+        {"input": "word " * 100_000},
+    ):  # fmt: skip
+        rig.refused(400, "/v1/embeddings", **body)
+    rig.refused(404, "/v1/embeddings", input="x", model="no-such-model")
+
+
+# -- responses ------------------------------------------------------------------------------------
+
+
+def test_a_response_is_the_same_as_a_chat(rig: Rig, client: Any) -> None:
+    made = client.responses.create(input=ASK, **GREEDY)
+    assert made.output_text == said(rig)
+    assert made.status in ("completed", "incomplete") and made.usage.output_tokens > 0
+    listed = client.responses.create(input=turns(ASK), **GREEDY)
+    assert listed.output_text == made.output_text
+
+
+def test_a_stream_of_events_comes_to_the_same(rig: Rig, client: Any) -> None:
+    with client.responses.stream(input=ASK, **GREEDY) as stream:
+        seen = list(stream)
+    kinds = [one.type for one in seen]
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert kinds[-1] in ("response.completed", "response.incomplete")
+    assert [one.sequence_number for one in seen] == list(range(len(seen)))
+    pieces = [one.delta for one in seen if one.type == "response.output_text.delta"]
+    assert "".join(pieces) == said(rig) == seen[-1].response.output_text
+
+
+def test_a_form_is_kept_to(client: Any) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"n": {"enum": [1, 2]}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    text = {"format": {"type": "json_schema", "name": "n", "schema": schema}}
+    made = client.responses.create(**{**GREEDY, "max_output_tokens": 40}, input=ASK, text=text)
+    assert json.loads(made.output_text)["n"] in (1, 2)
+
+
+def test_what_would_have_to_be_stored_is_refused(rig: Rig) -> None:
+    told = rig.refused(400, "/v1/responses", input=ASK, previous_response_id="resp_1")
+    assert told["param"] == "previous_response_id" and "session_id" in told["message"]
+    rig.refused(400, "/v1/responses", input=[{"type": "computer_call"}])
+    rig.refused(400, "/v1/responses", input=ASK, tools=[{"type": "web_search"}])
+
+
+# -- llama.cpp ------------------------------------------------------------------------------------
+
+
+def test_llamacpps_completion(rig: Rig) -> None:
+    body = {"prompt": "Once upon", "n_predict": 10, "temperature": 0, "model": "whatever"}
+    made = rig.post("/completion", **body, return_tokens=True)
+    other = rig.post("/v1/completions", prompt="Once upon", max_tokens=10, temperature=0)
+    text = other["choices"][0]["text"]
+    assert made["content"] == text and made["stop"] is True
+    assert made["stop_type"] == ("limit" if len(made["tokens"]) == 10 else "eos")
+    assert made["tokens_evaluated"] == other["usage"]["prompt_tokens"]
+    assert made["timings"]["predicted_n"] == made["tokens_predicted"] == len(made["tokens"])
+    parts = rig.events("/completion", **body)
+    assert "".join(part["content"] for part in parts) == text
+    assert [part["stop"] for part in parts] == [False] * (len(parts) - 1) + [True]
+    stop = text[2:5]
+    cut = rig.post("/completion", **body, stop=[stop])
+    assert cut["stop_type"] == "word" and cut["stopping_word"] == stop
+    several = rig.post("/completion", **{**body, "prompt": ["Once", "Twice"]})
+    assert [one["index"] for one in several] == [0, 1]
+    rig.refused(400, "/completion", prompt="x", grammar='root ::= "a"')
+
+
+def test_llamacpps_props_and_slots(rig: Rig) -> None:
+    props = rig.http.get("/props").json()
+    assert props["default_generation_settings"]["n_ctx"] == rig.llm.n_ctx
+    assert props["model_path"] == "tiny-dense" and props["chat_template"]
+    slots = rig.http.get("/slots").json()
+    assert len(slots) == props["total_slots"] and not any(s["is_processing"] for s in slots)
+
+
+# -- bad input ------------------------------------------------------------------------------------
+
+TALK = {"messages": turns(ASK), "max_tokens": 4}
+HOSTILE: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/messages", {**TALK, "max_tokens": 0}),
+    ("/v1/messages", {**TALK, "messages": []}),
+    ("/v1/messages", {**TALK, "messages": [{"role": "user"}]}),
+    ("/v1/messages", {**TALK, "messages": [{"role": "user", "content": [5]}]}),
+    ("/v1/messages", {**TALK, "messages": [{"role": "god", "content": "x"}]}),
+    ("/v1/messages", {**TALK, "messages": [{"role": "user", "content": [
+        {"type": "tool_result", "tool_use_id": "a", "content": 5}]}]}),
+    ("/v1/messages", {**TALK, "system": [{"type": "image"}]}),
+    ("/v1/messages", {**TALK, "tool_choice": {"type": "sometimes"}}),
+    ("/v1/messages", {**TALK, "temperature": 1e308}),
+    ("/v1/messages/count_tokens", {"messages": 3}),
+    ("/v1/responses", {"input": ASK, "text": {"format": 5}}),
+    ("/v1/responses", {"input": ASK, "text": {"format": {"type": "json_schema"}}}),
+    ("/v1/responses", {"input": ASK, "max_output_tokens": -1}),
+    ("/v1/responses", {"input": [{"role": "user", "content": {"text": 5}}]}),
+    ("/v1/responses", {"input": [{"type": "function_call", "call_id": "a", "name": "b",
+                                  "arguments": 5}]}),
+    ("/v1/responses", {"input": []}),
+    ("/api/chat", {"messages": turns(ASK), "options": {"num_predict": "many"}}),
+    ("/api/chat", {"messages": turns(ASK), "options": {"num_predict": 0}}),
+    ("/api/chat", {"messages": turns(ASK), "options": {"stop": [5]}}),
+    ("/api/chat", {"messages": turns(ASK), "format": "yaml"}),
+    ("/api/chat", {"messages": [{"role": "assistant", "tool_calls": 5}]}),
+    ("/api/chat", {"messages": [{"role": "assistant", "tool_calls": [{"function": "f"}]}]}),
+    ("/api/chat", {"messages": [{"role": "user", "content": "x", "images": ["a"]}]}),
+    ("/api/generate", {"prompt": "x", "suffix": "y"}),
+    ("/api/embed", {}),
+    ("/completion", {"prompt": "x", "n_predict": 0}),
+    ("/completion", {"prompt": "x", "logit_bias": [5]}),
+    ("/completion", {"prompt": "x", "logit_bias": [[10**9, 1.0]]}),
+    ("/completion", {"prompt": [10**9]}),
+    ("/completion", {"prompt": "x", "top_p": 0}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body"), HOSTILE, ids=lambda one: str(one)[:60])
+def test_bad_input_is_refused(rig: Rig, path: str, body: dict[str, Any]) -> None:
+    answer = rig.http.post(path, json={"model": "tiny-dense", **body})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]
+    assert not rig.state.admission.running
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/api/chat", "/v1/responses", "/completion"])
+def test_whoever_leaves_a_stream_gives_its_pages_back(rig: Rig, path: str) -> None:
+    body = {
+        "model": "tiny-dense", "messages": turns(ASK), "input": ASK, "prompt": ASK, "stream": True,
+        "max_tokens": 400, "max_output_tokens": 400, "n_predict": 400,
+        "options": {"num_predict": 400},
+    }  # fmt: skip
+    with rig.http.stream("POST", path, json=body) as answer:
+        next(answer.iter_lines())
+    assert rig.pages() == 0

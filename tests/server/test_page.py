@@ -1,0 +1,271 @@
+"""The page in a real browser: what it shows is what the server says, and its buttons work."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.browser import Tab, browser
+from tests.server.page_tour import PICTURES, tour
+from tests.server.rig import DENSE, HYBRID, Rig, serving
+
+KEY = "a-key-of-the-test"
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    with browser() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def one_server(chromium: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    """A server of a model with attention and states."""
+    folder = tmp_path_factory.mktemp("saved")
+    with serving(folder, HYBRID, load={"memory_budget": "64MiB", "n_ctx": 512}) as running:
+        yield running
+
+
+@pytest.fixture
+def server(one_server: Rig) -> Iterator[Rig]:
+    """The same, with nothing in it."""
+    yield one_server
+    for id in sessions(one_server):
+        one_server.http.delete(f"/v1/sessions/{id}")
+
+
+@pytest.fixture
+def tab(chromium: Any, server: Rig) -> Iterator[Tab]:
+    made = Tab(chromium, server.url).live()
+    yield made
+    made.close()
+
+
+def sessions(server: Rig) -> dict[str, Any]:
+    return {one["id"]: one for one in server.http.get("/v1/sessions").json()["data"]}
+
+
+def branch(server: Rig) -> None:
+    """A session, a mark in it, a fork that went on, and requests without a session."""
+    server.post("/v1/sessions", id="story", prompt="Once upon a time there was a girl. " * 6)
+    server.post("/v1/sessions/story/checkpoint", name="start")
+    server.complete(" She", session_id="story", most=20)
+    server.post("/v1/sessions/story/fork", id="other")
+    server.complete(" They", session_id="other", most=20)
+    server.complete("Something else that is long enough to be kept for others", most=8)
+    server.complete("Something else that is long enough to be kept for others, again", most=8)
+
+
+def data(tab: Tab, selector: str, *names: str) -> dict[str, str]:
+    """Figures that an element has for whoever reads it by program."""
+    found: dict[str, str] = tab.page.eval_on_selector(selector, "one => ({...one.dataset})")
+    return {name: found[name] for name in names}
+
+
+def test_every_panel_shows_what_the_server_says(server: Rig, tab: Tab) -> None:
+    branch(server)
+    body = {"prompt": "Something else that is long enough to be kept", "max_tokens": 8}
+    done = server.http.post("/v1/completions", json=body, headers={"x-request-id": "mine"}).json()
+    tab.page.wait_for_selector("tr[data-request=mine][data-state=done]", timeout=1000)
+    usage = done["usage"]
+    cells = tab.page.locator("tr[data-request=mine] td").all_inner_texts()
+    assert cells[:5] == [
+        "mine", done["choices"][0]["finish_reason"], str(usage["prompt_tokens"]),
+        str(usage["prompt_tokens_details"]["cached_tokens"]), str(usage["completion_tokens"]),
+    ]  # fmt: skip
+    assert cells[5].endswith("s") and float(cells[6]) > 0
+    time.sleep(0.6)  # a look after the last request
+    memory = server.http.get("/v1/memory").json()
+    check_budget(tab, memory)
+    for name, group in memory["stats"].items():
+        shown = data(tab, f"[data-pool='{name}']", "used", "shared")
+        assert shown == {"used": str(group["pages_used"]), "shared": str(group["pages_shared"])}
+    for id, one in sessions(server).items():
+        shown = data(tab, f"[data-session='{id}']", "position", "bytes", "shared")
+        assert shown == {
+            "position": str(one["position"]), "bytes": str(one["memory"]["bytes"]),
+            "shared": str(one["memory"]["bytes_shared"]),
+        }  # fmt: skip
+        assert f"{one['position']} tokens" in tab.text(f"[data-session='{id}'] .facts")
+        assert tab.text(f"[data-session='{id}'] .status") == one["status"] == "idle"
+    prefix = memory["prefix"]
+    for name in ("hits", "tokens_saved", "entries", "pinned", "evictions"):
+        assert tab.text(f"[data-figure={name}] dd") == f"{prefix[name]:,}"
+    for reason, n in prefix["misses"].items():
+        assert tab.text(f"[data-reason='{reason}'] dd") == f"{n:,}"
+    assert tab.text("#tree > li > ul [data-session] .name") == "other"  # below what it came from
+    mark = sessions(server)["story"]["checkpoints"][0]
+    told = tab.text("[data-session=story] [data-mark=start]")
+    assert told == f"Rewind to start at {mark['position']}"
+
+
+def check_budget(tab: Tab, memory: dict[str, Any]) -> None:
+    """The parts are those of the report, and add up to what is used."""
+    parts = tab.page.eval_on_selector_all(
+        "#budget-parts > div",
+        "all => all.map(one => [one.dataset.part, Number(one.dataset.bytes)])",
+    )
+    shown, uses = dict(parts), memory["uses"]
+    assert shown["weights"] == uses["weights"]
+    assert shown["compute"] == memory["compute_bytes"]
+    cached = sum(size for use, size in uses.items() if use.endswith(": cached prefixes"))
+    assert shown["cached prefixes"] == cached > 0
+    assert sum(shown.values()) == memory["budget_bytes"]
+    assert shown["free"] == memory["budget_bytes"] - memory["used_bytes"]
+
+
+def test_the_map_says_who_holds_which_pages(server: Rig, tab: Tab) -> None:
+    branch(server)
+    tab.until("document.querySelector('#holders [data-holder=\"session other\"]')")
+    time.sleep(0.6)
+    pages = data(tab, "#holders [data-holder='session story']", "pages")["pages"]
+    assert int(pages) == sessions(server)["story"]["memory"]["pages"]
+    tab.page.focus("[data-pool=attention] canvas")
+    tab.page.keyboard.press("ArrowRight")
+    told = tab.text("[data-pool=attention] .probe")
+    assert told.startswith("Page 0: held by ") and "story" in told and "other" in told
+    assert told.endswith("; shared")
+
+
+def test_buttons_do_what_they_say(server: Rig, tab: Tab) -> None:
+    server.post("/v1/sessions", id="story", prompt="Once upon a time " * 4)
+    before = server.http.get("/v1/sessions/story").json()["position"]
+    tab.press("checkpoint", "story")
+    tab.page.wait_for_selector("[data-session=story] [data-act=rewind]")
+    server.complete(" there", session_id="story", most=9)
+    assert sessions(server)["story"]["position"] > before
+    tab.press("rewind", "story")
+    tab.until(f"document.querySelector('[data-session=story]').dataset.position === '{before}'")
+    assert sessions(server)["story"]["position"] == before
+    tab.press("fork", "story")
+    tab.page.wait_for_selector("[data-session='story.1']")
+    fork = sessions(server)["story.1"]
+    assert fork["parent"] == "story" and fork["position"] == before
+    tab.press("save", "story")
+    tab.until("document.querySelector('#notice').textContent.startsWith('Saved story')")
+    assert (server.state.sessions.folder / "story.quire").is_file()
+    tab.press("close", "story.1")
+    assert "story.1" in sessions(server), "it takes a second press"
+    tab.press("close", "story.1")
+    tab.until("!document.querySelector('[data-session=\"story.1\"]')")
+    assert list(sessions(server)) == ["story"]
+
+
+def test_news_is_there_within_a_second(server: Rig, tab: Tab) -> None:
+    for id in ("one", "two", "three"):
+        server.post("/v1/sessions", id=id)
+        made = time.monotonic()
+        tab.page.wait_for_selector(f"[data-session={id}]", timeout=1000)
+        assert time.monotonic() - made < 1.0
+    tab.page.wait_for_selector("#sessions-empty", state="hidden", timeout=1000)
+
+
+def test_forks_and_rewinds_are_seen_in_the_chat(server: Rig, tab: Tab) -> None:
+    tab.send("Tell me a story.")
+    first = tab.said()
+    assert first[0] == "Tell me a story." and first[1]
+    assert list(sessions(server)) == ["chat-1"]
+    tab.press("checkpoint", "chat-1")
+    tab.page.wait_for_selector("[data-act=rewind]")
+    tab.page.click("#fork-here")
+    tab.page.wait_for_selector("[data-session='chat-1.1']")
+    tab.send("Another one.")
+    assert tab.said()[:3] == [*first, "Another one."]
+    assert "shared with chat-1" in tab.text("#log .turn")
+    tab.page.click("#branches button:has-text('chat-1') >> nth=0")
+    assert tab.said() == first
+    tab.send("And then?")
+    assert len(tab.said()) == 4
+    tab.press("rewind", "chat-1")
+    tab.until("document.querySelectorAll('#log .turn').length === 2")
+    assert tab.said() == first
+    tab.page.reload()
+    tab.live()
+    tab.page.click("[data-session='chat-1.1'] .name")
+    assert tab.said()[:3] == [*first, "Another one."]
+
+
+def test_what_others_made_is_shown_and_goes_on(server: Rig, tab: Tab) -> None:
+    server.post("/v1/sessions", id="theirs", prompt="Once upon a time")
+    tab.page.click("[data-session=theirs] .name")
+    tab.until("document.querySelector('#log').textContent.includes('Once upon a time')")
+    tab.send(" in a land")
+    tab.until("document.querySelector('#log').textContent.includes('Once upon a time in a land')")
+
+
+def test_a_key_is_asked_for_and_kept_in_the_tab(chromium: Any, tmp_path: Path) -> None:
+    with serving(tmp_path, api_keys=(KEY,)) as server:
+        tab = Tab(chromium, server.url)
+        tab.page.wait_for_selector("#key-dialog[open]")
+        for key in ("wrong", KEY):
+            tab.page.wait_for_selector("#key-dialog[open]")
+            tab.page.fill("#key", key)
+            tab.page.press("#key", "Enter")
+        tab.live()
+        kept = tab.page.evaluate("[Object.keys(localStorage).length, document.cookie]")
+        assert kept == [0, ""]
+        tab.wrong = [text for text in tab.wrong if "401" not in text]  # the browser's own words
+        tab.close()
+
+
+def test_sessions_talk_to_their_own_model(chromium: Any, tmp_path: Path) -> None:
+    with serving(tmp_path, DENSE, HYBRID) as server:
+        tab = Tab(chromium, server.url).live()
+        assert tab.text("#model") == "no model loaded"
+        for name in ("tiny-dense", "tiny-hybrid"):
+            server.post("/v1/sessions", id=name, model=name)
+            tab.page.click(f"[data-session={name}] .name")
+            tab.send("Hello")
+            assert len(tab.said()) == 2
+        tab.page.wait_for_selector("[data-pool='delta state']")
+        tab.close()
+
+
+def test_all_of_it_works_by_keyboard(server: Rig, tab: Tab) -> None:
+    tab.page.focus("#new-session")
+    tab.page.keyboard.press("Enter")
+    tab.page.wait_for_selector("[data-session='chat-1']")
+    tab.page.focus("#new-session")
+    reached = []
+    for _ in range(8):
+        tab.page.keyboard.press("Tab")
+        here = tab.page.evaluate_handle("document.activeElement")
+        reached.append(here.evaluate("one => one.ariaLabel ?? one.textContent"))
+    assert reached[:5] == [
+        "chat-1",
+        "Fork chat-1",
+        "Checkpoint chat-1",
+        "Save chat-1",
+        "Close chat-1",
+    ]
+    focused = "document.activeElement.dataset.act ?? ''"
+    tab.page.focus("[data-act=fork]")
+    time.sleep(0.7)  # updates leave the focus where it is
+    assert tab.page.evaluate(focused) == "fork"
+    nameless = tab.page.eval_on_selector_all(
+        "button, textarea, input, canvas:not([aria-hidden] *)",
+        "all => all.filter(one => !(one.ariaLabel || one.textContent.trim() || "
+        "one.labels?.length)).length",
+    )
+    assert nameless == 0
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_it_fits_a_narrow_screen(chromium: Any, server: Rig, dark: bool) -> None:
+    branch(server)
+    tab = Tab(chromium, server.url, width=400, dark=dark).live()
+    tab.page.wait_for_selector("[data-session=other]")
+    assert tab.page.evaluate("document.documentElement.scrollWidth") <= 400
+    tab.close()
+
+
+@pytest.mark.slow
+def test_the_pictures_of_the_docs_can_be_taken(chromium: Any, server: Rig, tmp_path: Path) -> None:
+    tour(chromium, server, tmp_path)
+    for name in PICTURES:
+        assert (tmp_path / name).stat().st_size > 20_000
+        assert (Path(__file__).parents[2] / "docs" / "images" / name).is_file()

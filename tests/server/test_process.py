@@ -1,0 +1,138 @@
+"""The command itself, as a process: how it starts, how it ends, and what survives its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.rig import DENSE, turns
+
+RUN = [sys.executable, "-c", "from quire.cli import main; main()", "serve", "-t", "1"]
+LONG = {"prompt": "It was a dark night", "temperature": 0, "ignore_eos": True, "stream": True}
+
+
+class Process:
+    """`quire serve`, until it is told to end."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        command = [*RUN, "-m", DENSE, "--port", str(self.port), "--session-dir", str(folder)]
+        self.process = subprocess.Popen(
+            [*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "NO_PROXY": "127.0.0.1"},
+        )  # fmt: skip
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=30)
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                if self.http.get("/health").status_code == 200:
+                    break
+            except httpx.TransportError:
+                assert self.process.poll() is None, self.process.communicate()
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.http.close()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate()
+
+    def chat(self, *texts: str, **more: Any) -> Any:
+        body = {"messages": turns(*texts), "max_tokens": 8, "temperature": 0, **more}
+        answer = self.http.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+
+def texts(lines: list[str]) -> str:
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    return "".join(event["choices"][0]["text"] for event in events)
+
+
+def test_told_to_end_it_finishes_what_runs(tmp_path: Path) -> None:
+    with Process(tmp_path, "--save-sessions", "drain") as server:
+        server.http.post("/v1/sessions", json={"id": "kept", "prompt": "Once upon a time"})
+        whole = server.http.post("/v1/completions", json={**LONG, "max_tokens": 900})
+        wanted = texts(whole.text.splitlines())
+        lines = []
+        with server.http.stream("POST", "/v1/completions", json={**LONG, "max_tokens": 900}) as s:
+            for line in s.iter_lines():
+                lines.append(line)
+                if len(lines) == 5:
+                    server.process.send_signal(signal.SIGTERM)
+                    time.sleep(0.05)
+        assert lines[-2:] == ["data: [DONE]", ""] or "data: [DONE]" in lines[-3:]
+        assert texts(lines) == wanted
+        assert server.process.wait(20) == 0
+        assert "Traceback" not in server.process.stderr.read()  # type: ignore[union-attr]
+    assert (tmp_path / "kept.quire").is_file()
+
+
+def test_told_to_end_with_nothing_to_do_it_ends_at_once(tmp_path: Path) -> None:
+    with Process(tmp_path) as server:
+        server.chat("Hello")
+        idle = socket.create_connection(("127.0.0.1", server.port))
+        started = time.monotonic()
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(20) == 0
+        assert time.monotonic() - started < 10
+        idle.close()
+
+
+def test_what_takes_too_long_is_cut_off(tmp_path: Path) -> None:
+    with Process(tmp_path, "--drain", "1") as server:
+        body = {**LONG, "max_tokens": 2000, "prompt": ["a", "b", "c", "d"], "n": 8}
+        with server.http.stream("POST", "/v1/completions", json=body) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            with pytest.raises(httpx.HTTPError):
+                for _ in lines:
+                    pass
+        assert server.process.wait(20) == 0
+
+
+def test_killed_between_turns_the_next_goes_on_with_equal_bits(tmp_path: Path) -> None:
+    with Process(tmp_path / "a", "--save-sessions", "turn") as server:
+        server.http.post("/v1/sessions", json={"id": "talk"})
+        first = server.chat("Hello there", session_id="talk")
+        said = first["choices"][0]["message"]["content"]
+        server.process.send_signal(signal.SIGKILL)
+        server.process.wait(10)
+    talk = ("Hello there", said, "And then?")
+    more: dict[str, Any] = {"logprobs": True, "top_logprobs": 3}
+    with Process(tmp_path / "a", "--save-sessions", "turn") as server:
+        started = time.monotonic()
+        second = server.chat(*talk, session_id="talk", **more)
+        assert time.monotonic() - started < 5  # under a second on a quiet machine
+        cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached >= first["usage"]["prompt_tokens"]
+        plain = server.chat(*talk, cache_salt="fresh", **more)
+        assert second["choices"] == plain["choices"]
+
+
+def test_what_cannot_be_is_said(tmp_path: Path) -> None:
+    def said(*options: str) -> str:
+        ended = subprocess.run([*RUN, *options], capture_output=True, text=True, timeout=60)
+        assert ended.returncode == 1 and "Traceback" not in ended.stderr, ended.stderr
+        return ended.stderr
+
+    assert "--api-key" in said("-m", DENSE, "--host", "0.0.0.0")
+    assert "no model" in said("-m", str(tmp_path / "none.gguf"), "--port", "0")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert "port" in said("-m", DENSE, "--port", str(taken.getsockname()[1]))

@@ -1,0 +1,214 @@
+"""Sessions as resources: what each call does, and that it moves no bytes it need not."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.rig import DENSE, HYBRID, Rig, serving, turns
+
+STORY = "It was a dark night, and the old man went down to the river to look for his boat."
+FIELDS = {
+    "id", "object", "created", "model", "position", "status", "parent", "root", "checkpoints",
+    "memory",
+}  # fmt: skip
+
+
+def get(rig: Rig, path: str) -> Any:
+    answer = rig.http.get(path)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def go_on(rig: Rig, id: str, prompt: Any = "", most: int = 6) -> str:
+    return str(rig.complete(prompt, most, session_id=id)["choices"][0]["text"])
+
+
+def test_what_a_session_is(rig: Rig) -> None:
+    made = rig.http.post("/v1/sessions", json={"id": "one", "prompt": STORY, "notes": {"a": 1}})
+    assert made.status_code == 201
+    session = made.json()
+    assert set(session) == FIELDS | {"notes"} and session["object"] == "session"
+    assert session["position"] == len(rig.llm.encode(STORY))
+    assert (session["status"], session["parent"], session["root"]) == ("idle", None, "one")
+    assert set(session["memory"]) == {"bytes", "bytes_shared", "pages", "pages_shared"}
+    assert get(rig, "/v1/sessions/one") == session
+    assert session in get(rig, "/v1/sessions")["data"]
+    assert get(rig, "/v1/sessions/one?tokens=1")["tokens"] == rig.llm.encode(STORY)
+    gone = rig.http.delete("/v1/sessions/one")
+    assert gone.json() == {"id": "one", "object": "session", "deleted": True}
+    assert rig.http.get("/v1/sessions/one").status_code == 404
+
+
+def test_completion_goes_on_and_stays(rig: Rig) -> None:
+    rig.post("/v1/sessions", id="two", prompt=STORY)
+    first = go_on(rig, "two")
+    second = go_on(rig, "two", " Then")
+    # What the model keeps are its own tokens, so it is the same as asking with them.
+    ids = rig.llm.encode(STORY)
+    alone = rig.llm.generate(ids, max_tokens=6, temperature=0, ignore_eos=True)
+    assert first == alone.text
+    ids += alone.token_ids + rig.llm.encode(" Then", add_special=False)
+    assert second == rig.llm.generate(ids, max_tokens=6, temperature=0, ignore_eos=True).text
+    usage = rig.complete("", 3, session_id="two")["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= usage["prompt_tokens"] - 1
+    rig.http.delete("/v1/sessions/two")
+
+
+def test_fork_checkpoint_rewind(rig: Rig) -> None:
+    rig.post("/v1/sessions", id="three", prompt=STORY)
+    fork = rig.http.post("/v1/sessions/three/fork", json={"id": "branch"})
+    assert fork.status_code == 201
+    told = fork.json()
+    assert (told["parent"], told["root"]) == ("three", "three")
+    assert told["memory"]["pages_shared"] == told["memory"]["pages"]
+    again = rig.post("/v1/sessions/branch/fork")
+    assert (again["parent"], again["root"]) == ("branch", "three")
+    mark = rig.http.post("/v1/sessions/three/checkpoint", json={"name": "here"})
+    at = told["position"]
+    assert mark.status_code == 201 and mark.json() == {
+        "object": "session.checkpoint", "session_id": "three", "name": "here", "position": at
+    }  # fmt: skip
+    text = go_on(rig, "three")
+    back = rig.post("/v1/sessions/three/rewind", to="here")
+    assert back["position"] == at and back["checkpoints"] == [{"name": "here", "position": at}]
+    assert go_on(rig, "three") == text == go_on(rig, "branch")
+    assert rig.post("/v1/sessions/three/rewind", tokens=6)["position"] == at
+    assert rig.post("/v1/sessions/three/append", prompt=" And so")["position"] > at
+    assert rig.post("/v1/sessions/three/append", prompt=[300, 301])["position"] > at
+    for id in ("three", "branch", again["id"]):
+        assert rig.http.delete(f"/v1/sessions/{id}").status_code == 200
+
+
+def test_chat_in_a_session_goes_back_to_the_common_beginning(rig: Rig) -> None:
+    rig.post("/v1/sessions", id="talk")
+    plain = rig.chat("Hello there", max_tokens=8)
+    rig.llm.forget()
+    first = rig.chat("Hello there", max_tokens=8, session_id="talk")
+    assert first["choices"] == plain["choices"]
+    said = first["choices"][0]["message"]["content"]
+    position = get(rig, "/v1/sessions/talk")["position"]
+    second = rig.chat("Hello there", said, "And then?", session_id="talk", max_tokens=8)
+    cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached >= first["usage"]["prompt_tokens"]
+    assert get(rig, "/v1/sessions/talk")["position"] > position
+    other = rig.chat("Hello you", session_id="talk", max_tokens=8)
+    rig.llm.forget()
+    assert other["choices"] == rig.chat("Hello you", max_tokens=8)["choices"]
+    rig.http.delete("/v1/sessions/talk")
+
+
+def test_refusals_change_nothing(rig: Rig) -> None:
+    rig.post("/v1/sessions", id="four", prompt=STORY)
+    before = get(rig, "/v1/sessions/four")
+    rig.refused(409, "/v1/sessions", id="four")
+    rig.refused(409, "/v1/sessions/four/fork", id="four")
+    rig.refused(404, "/v1/sessions/nobody/fork")
+    rig.refused(404, "/v1/sessions/four/rewind", to="nowhere")
+    rig.refused(400, "/v1/sessions/four/rewind", tokens=10**6)
+    rig.refused(400, "/v1/sessions/four/rewind", tokens=-1)
+    rig.refused(400, "/v1/sessions/four/rewind")
+    rig.refused(400, "/v1/sessions/four/append", prompt=[10**6])
+    rig.refused(400, "/v1/sessions/four/append", prompt=[300] * 3000)
+    rig.refused(400, "/v1/sessions", id="five", ttl_s=-1)
+    rig.refused(400, "/v1/sessions", id="five", prompt=[300] * 3000)
+    rig.refused(400, "/v1/completions", prompt=[300] * 3000, session_id="four")
+    rig.refused(400, "/v1/completions", prompt="a", session_id="four", n=2)
+    rig.refused(404, "/v1/completions", prompt="a", session_id="nobody")
+    assert get(rig, "/v1/sessions/four") == before
+    assert [s["id"] for s in get(rig, "/v1/sessions")["data"]] == ["four"]
+    rig.http.delete("/v1/sessions/four")
+
+
+BAD = ["../up", "/etc/passwd", "a/b", "a\x00b", "x" * 300, ".hidden", "", "a b", "ü", "-a"]
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_names_that_are_none(rig: Rig, name: str) -> None:
+    rig.refused(400, "/v1/sessions", id=name)
+    rig.refused(400, "/v1/sessions", open=name)
+    rig.post("/v1/sessions", id="six", prompt="a")
+    if name:
+        rig.refused(400, "/v1/sessions/six/save", name=name)
+    rig.refused(400, "/v1/completions", prompt="a", session_id=name)
+    rig.http.delete("/v1/sessions/six")
+
+
+def test_links_are_not_followed(rig: Rig, tmp_path: Path) -> None:
+    rig.post("/v1/sessions", id="seven", prompt=STORY)
+    rig.post("/v1/sessions/seven/save", name="real")
+    folder = rig.state.sessions.folder
+    target = tmp_path / "target"
+    os.rename(folder / "real.quire", target)
+    os.symlink(target, folder / "real.quire")
+    rig.refused(400, "/v1/sessions", open="real")
+    rig.refused(400, "/v1/sessions/seven/save", name="real")
+    assert rig.http.get("/v1/sessions/real").status_code == 400
+    rig.http.delete("/v1/sessions/seven")
+
+
+def test_save_and_open(rig: Rig) -> None:
+    rig.post("/v1/sessions", id="eight", prompt=STORY)
+    saved = rig.post("/v1/sessions/eight/save", name="kept")
+    assert saved["object"] == "session.file" and saved["name"] == "kept"
+    assert saved["bytes"] == (rig.state.sessions.folder / "kept.quire").stat().st_size
+    assert saved["position"] == len(rig.llm.encode(STORY))
+    text = go_on(rig, "eight")
+    rig.http.delete("/v1/sessions/eight")
+    opened = rig.http.post("/v1/sessions", json={"open": "kept", "id": "nine"})
+    assert opened.status_code == 201 and opened.json()["saved"] == "kept"
+    assert go_on(rig, "nine") == text
+    rig.refused(404, "/v1/sessions", open="never-saved")
+    (rig.state.sessions.folder / "broken.quire").write_bytes(b"nonsense")
+    error = rig.refused(409, "/v1/sessions", open="broken")
+    assert str(rig.state.sessions.folder) not in error["message"]
+    rig.http.delete("/v1/sessions/nine")
+
+
+def test_a_deleted_session_does_not_come_back(rig: Rig) -> None:
+    rig.post("/v1/sessions", id="ten", prompt=STORY)
+    rig.post("/v1/sessions/ten/save")
+    rig.http.delete("/v1/sessions/ten")
+    assert rig.http.get("/v1/sessions/ten").status_code == 404
+    rig.post("/v1/sessions", open="ten", id="ten")  # but it can be opened: its file was kept
+    rig.http.delete("/v1/sessions/ten")
+
+
+def test_time_to_live(rig: Rig) -> None:
+    made = rig.post("/v1/sessions", id="brief", prompt=STORY, ttl_s=0.5)
+    assert made["expires"] <= time.time() + 1
+    deadline = time.monotonic() + 5
+    while rig.http.get("/v1/sessions").json()["data"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert rig.pages() == 0
+
+
+def test_nothing_is_left(rig: Rig) -> None:
+    assert rig.http.get("/v1/sessions").json()["data"] == []
+    assert rig.pages() == 0
+
+
+@pytest.mark.parametrize("model", [DENSE, HYBRID])
+def test_sessions_survive_a_restart(tmp_path: Path, model: str) -> None:
+    with serving(tmp_path, model, save_sessions="turn") as rig:
+        rig.post("/v1/sessions", id="long", messages=turns("Hello there"))
+        first = rig.chat("Hello there", session_id="long", max_tokens=8)
+        said = first["choices"][0]["message"]["content"]
+        assert (tmp_path / "long.quire").is_file()
+    talk = ("Hello there", said, "And then?")
+    with serving(tmp_path, model, save_sessions="turn") as rig:
+        told = get(rig, "/v1/sessions/long")  # opened because it was asked for
+        assert told["root"] == "long" and told["saved"] == "long"
+        again = rig.chat(*talk, session_id="long", max_tokens=8)
+        cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached >= first["usage"]["prompt_tokens"]
+        assert told["checkpoints"] == []
+        rig.llm.forget()
+        assert again["choices"] == rig.chat(*talk, max_tokens=8)["choices"]
+        rig.http.delete("/v1/sessions/long")
+    assert not (tmp_path / "long.quire").exists()  # the server had saved it, nobody else

@@ -1,0 +1,105 @@
+"""Tools and reasoning over HTTP; how they are read is tested with the reader."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+from tests.server.rig import Rig, serving, turns
+
+TEMPLATE = """{%- if tools %}{{ tools | tojson }}<tool_call>{"arguments": {}}</tool_call>{% endif %}
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}{% for c in m.tool_calls %}{{ c.function.arguments.mood }}{% endfor %}<|im_end|>
+{% endfor %}<|im_start|>assistant
+"""
+THINKING = TEMPLATE + "{% if enable_thinking %}<think>\n{% endif %}"
+SCHEMA = {
+    "type": "object",
+    "properties": {"mood": {"enum": ["good", "bad"]}, "times": {"enum": [1, 2]}},
+    "required": ["mood", "times"],
+}
+GREET = {"type": "function", "function": {"name": "greet", "parameters": SCHEMA}}
+PART = {"type": "function", "function": {"name": "part", "parameters": SCHEMA}}
+NAMED = {"type": "function", "function": {"name": "part"}}
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    folder = tmp_path_factory.mktemp("tools")
+    paths = []
+    for name, template in (("caller", TEMPLATE), ("thinker", THINKING)):
+        paths.append(str(folder / f"{name}.gguf"))
+        tiny.write(Path(paths[-1]), tiny.Tiny(context=2048), {"tokenizer.chat_template": template})
+    with serving(folder, *paths) as running:
+        yield running
+
+
+def checked(call: dict[str, object], name: str) -> None:
+    function = call["function"]
+    assert isinstance(function, dict) and call["type"] == "function" and call["id"]
+    assert function["name"] == name
+    assert json.loads(function["arguments"])["mood"] in ("good", "bad")
+
+
+def test_named_call_is_made(rig: Rig) -> None:
+    body = {"tools": [GREET, PART], "tool_choice": NAMED, "max_tokens": 200}
+    (choice,) = rig.chat("hi", **body)["choices"]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+    (call,) = choice["message"]["tool_calls"]
+    checked(call, "part")
+    events = rig.events(CHAT, messages=turns("hi"), temperature=0, **body)
+    deltas = [e["choices"][0]["delta"] for e in events[:-1]]
+    (streamed,) = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert streamed["index"] == 0 and streamed["function"] == call["function"]
+    assert events[-2]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_required_call_is_one_of_them(rig: Rig) -> None:
+    body = {"tools": [GREET, PART], "tool_choice": "required", "max_tokens": 300}
+    (choice,) = rig.chat("hi", parallel_tool_calls=False, **body)["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    checked(call, call["function"]["name"])
+
+
+def test_no_call_without_tools(rig: Rig) -> None:
+    plain = rig.chat("hi", max_tokens=5)
+    none = rig.chat("hi", tools=[GREET], tool_choice="none", max_tokens=5)
+    assert none["choices"] == plain["choices"]
+    assert "tool_calls" not in none["choices"][0]["message"]
+    error = rig.refused(400, CHAT, messages=turns("hi"), tool_choice="required")
+    assert "tools" in error["message"]
+    rig.refused(400, CHAT, messages=turns("hi"), tools=[GREET], tool_choice={"type": "x"})
+    rig.refused(400, CHAT, messages=turns("hi"), tools=[{"type": "function"}])
+
+
+def test_answers_of_tools_reach_the_template(rig: Rig) -> None:
+    call = {
+        "id": "1",
+        "type": "function",
+        "function": {"name": "greet", "arguments": '{"mood": "good"}'},
+    }
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "done"},
+    ]
+    prompt = rig.post("/apply-template", messages=messages, tools=[GREET])["prompt"]
+    assert "assistant\ngood<|im_end|>" in prompt and "tool\ndone" in prompt
+
+
+def test_reasoning_comes_apart(rig: Rig) -> None:
+    """What a model says before its reasoning ends is reasoning."""
+    body = {
+        "model": "thinker", "max_tokens": 5, "chat_template_kwargs": {"enable_thinking": True},
+        "ignore_eos": True, "logit_bias": {"100": 100},
+    }  # fmt: skip
+    message = rig.chat("hi", **body)["choices"][0]["message"]
+    assert len(message["reasoning_content"]) == 5 and message["content"] == ""
+    events = rig.events(CHAT, messages=turns("hi"), temperature=0, **body)
+    deltas = [e["choices"][0]["delta"] for e in events[:-1]]
+    assert "".join(d.get("reasoning_content", "") for d in deltas) == message["reasoning_content"]
