@@ -70,7 +70,12 @@ class Turn:
 
 async def begin(request: Request, state: State, model: ServedModel, make: MakeAsk) -> Turn:
     """A turn that is on the engine; given up if its client leaves before."""
-    return await while_connected(request, Turn(state, request).begin(model, make))
+    turn = Turn(state, request)
+    try:
+        return await while_connected(request, turn.begin(model, make))
+    except BaseException:
+        await turn.close()  # it may have come to be while its client left
+        raise
 
 
 def stream(turn: Turn, chunks: AsyncGenerator[bytes, None]) -> EventStream:
