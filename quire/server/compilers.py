@@ -31,7 +31,8 @@ class Compilers:
 
         made = asyncio.get_running_loop().run_in_executor(self._threads, compiled)
         try:
-            return await asyncio.wait_for(made, _SECONDS)
+            async with asyncio.timeout(_SECONDS):
+                return await made
         except TimeoutError:
             raise ApiError(
                 400, f"the constraint takes more than {_SECONDS:g} s to compile; make it simpler",
