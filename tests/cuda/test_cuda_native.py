@@ -48,7 +48,9 @@ def stack(code: bytes) -> int:
 
 
 def compiled(files: list[str], architecture: str, **defines: object) -> bytes:
-    return nvrtc.compile_source(nvrtc.source_of(["common", *files]), architecture, defines)
+    return nvrtc.compile_source(
+        nvrtc.source_of(["common", "weights", *files]), architecture, defines
+    )
 
 
 def test_rows() -> None:
@@ -88,13 +90,17 @@ def test_products_of_some_tokens(tokens: int) -> None:
 
 def test_what_was_compiled_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    first = nvrtc.compiled(("common", "expand"), "sm_90", {"WEIGHTS": "Quantised<4,32,1>"})
+    first = nvrtc.compiled(
+        ("common", "weights", "expand"), "sm_90", {"WEIGHTS": "Quantised<4,32,1>"}
+    )
     assert [path.read_bytes() for path in tmp_path.rglob("*.cubin")] == [first]
     monkeypatch.setattr(nvrtc, "compile_source", None)  # not asked again
-    again = nvrtc.compiled(("common", "expand"), "sm_90", {"WEIGHTS": "Quantised<4,32,1>"})
+    again = nvrtc.compiled(
+        ("common", "weights", "expand"), "sm_90", {"WEIGHTS": "Quantised<4,32,1>"}
+    )
     assert again == first
     with pytest.raises(TypeError):
-        nvrtc.compiled(("common", "expand"), "sm_80", {"WEIGHTS": "Quantised<4,32,1>"})
+        nvrtc.compiled(("common", "weights", "expand"), "sm_80", {"WEIGHTS": "Quantised<4,32,1>"})
 
 
 def test_mistakes_are_shown() -> None:

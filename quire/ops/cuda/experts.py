@@ -8,7 +8,7 @@ import triton
 from quire.ops import Array, Matrix
 from quire.ops.cuda import matrices
 from quire.ops.cuda.arrays import CudaArray, array_of, need_same, row_of, values_of
-from quire.ops.cuda.kernels import product as kernels
+from quire.ops.cuda.kernels import experts as kernels
 from quire.ops.cuda.machine import need, power_of_two
 from quire.ops.cuda.matrices import Segment
 from quire.ops.cuda.multiply import MULTIPLY, tile_of

@@ -171,7 +171,7 @@ def _fitting(
             other = STAGES[second.format.bits][i][0]
             shared = max(shared, _room(second, name, columns, other))
             given |= {"SECOND": second.format.native, "SECOND_STAGES": other}
-        kernel = on.kernel(("common", "few"), name, _THREADS, **given)
+        kernel = on.kernel(("common", "weights", "few"), name, _THREADS, **given)
         found = min(kernel.resident(shared), bound)
         if found and (best is None or found > best[2]):
             best = kernel, shared, found
@@ -251,7 +251,7 @@ def product_two(
 def expand(machine: Machine, w: Segment, out: torch.Tensor) -> None:
     """Quantised weights as the very float16 that products make of them, or as bfloat16."""
     on = native(machine.device)
-    kernel = on.kernel(("common", "expand"), "expand", _THREADS, WEIGHTS=w.format.native)
+    kernel = on.kernel(("common", "weights", "expand"), "expand", _THREADS, WEIGHTS=w.format.native)
     units = -(-w.rows // TILE) * -(-w.cols // UNIT)
     given = _Expand(at(w.q), at(out), w.rows, w.cols, out.dtype is torch.bfloat16)
     kernel.launch(on.stream, (-(-units // (4 * _WARPS)), 1, 1), 0, given)
@@ -280,7 +280,7 @@ def product_some(
     on = native(machine.device)
     stages, blocks = SOME_STAGES[tokens]
     kernel = on.kernel(
-        ("common", "some"), name, _SOME_THREADS, WEIGHTS=f.native, TOKENS=tokens,
+        ("common", "weights", "some"), name, _SOME_THREADS, WEIGHTS=f.native, TOKENS=tokens,
         STAGES=stages, BLOCKS=blocks,
     )  # fmt: skip
     unit = f.unit_bytes if f.bits else TILE * UNIT * 2
