@@ -99,6 +99,7 @@ class Oracle(World):
             done, twin = self.tried(shadow.session.fork)
             if done:
                 self.add(twin, shadow)
+                self.shadows[-1].marks.update(shadow.marks)
 
     def mark(self) -> None:
         """A mark, in place of an old one at times."""
@@ -130,12 +131,13 @@ class Oracle(World):
             return
         others = [kept for other in self.shadows for kept in other.marks.values()]
         own = [*shadow.marks.values()]
-        marks = own if own and rng.random() < 0.7 else others + self.gone[-2:]
+        gone = [kept for kept in self.gone if kept not in others]  # forks may still have it
+        marks = own if own and rng.random() < 0.7 else others + gone[-2:]
         if not marks:
             return
         kept = rng.choice(marks)
         done, _ = self.tried(lambda: shadow.session.rewind(kept.mark))
-        assert not (done and kept in self.gone)
+        assert not (done and kept in gone)
         if done or tuple(shadow.session.tokens) != shadow.past.tokens:
             shadow.options, shadow.salt, shadow.shared = [kept.past], kept.salt, kept.shared
 
