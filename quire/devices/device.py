@@ -182,8 +182,7 @@ class Device(ABC):
     """Bytes it has in all, whoever holds them."""
     copier: Copier | None = None
     """What copies its pages by itself, if it has memory of its own."""
-    capacity: int
-    """Bytes it has in all, whoever holds them."""
+
 
     def __init__(self, name: str, budget: Budget, ops: Ops) -> None:
         self.name = name

@@ -27,7 +27,7 @@ from quire.memory.keeping import Keeping
 from quire.memory.pages.pool import Demand, fit_together
 from quire.memory.saved import read, write
 from quire.memory.saved.types import Extra, Found, StateFlags, StateRead
-from quire.memory.stats import GroupStats
+from quire.memory.stats import Footprint, GroupStats
 
 
 class Memory(Keeping):
@@ -256,6 +256,13 @@ class Memory(Keeping):
     def memory_breakdown(self) -> dict[str, dict[str, int]]:
         """Committed bytes by device and use; they add up to what is really held."""
         return stats.breakdown(self)
+
+    def footprint(self, seq: int) -> Footprint:
+        """What one sequence holds here; of a parked one, what stayed."""
+        if seq in self._parked:
+            return stats.footprint(self._parked[seq].kept)
+        tables = self._known(seq)
+        return Footprint() if tables is None else stats.footprint(self.holdings(tables))
 
     def stats(self) -> dict[str, GroupStats]:
         """Figures by pool."""

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from quire import config
-from quire.api.devices import budget_of
 from quire.api.llm import LLM
 from quire.devices.budget import Budget, Share
 from quire.engine.pace import Pace
@@ -152,14 +151,12 @@ class Models:
     def _loaded(self, model: ServedModel) -> LLM:
         path = pull.resolve(model.source, config.cache_folder())
         beside = self.loaded[0].llm if self.loaded else None
-        budget = self._shared_budget()
-        if len(self.by_name) > 1:
-            budget = Share(budget, model.name)
+        budget = Share(self._shared_budget(), model.name) if len(self.by_name) > 1 else None
         return LLM(path, self._config, budget, None, beside)
 
     def _shared_budget(self) -> Budget:
         if self._budget is None:
-            self._budget = budget_of(self._config)
+            self._budget = Budget(self._config.budget_bytes("cpu"))
         return self._budget
 
     async def unload(self, model: ServedModel) -> None:
