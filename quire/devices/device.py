@@ -183,7 +183,6 @@ class Device(ABC):
     copier: Copier | None = None
     """What copies its pages by itself, if it has memory of its own."""
 
-
     def __init__(self, name: str, budget: Budget, ops: Ops) -> None:
         self.name = name
         self.budget = budget
