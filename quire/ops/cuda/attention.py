@@ -32,6 +32,8 @@ from quire.ops.cuda.products import MULTIPLY
 
 _AHEAD = 4
 """Up to so many tokens a kernel is launched before the one that it waits for has ended."""
+_PROGRAMS = 2048
+"""Programs that decoding is cut into at most, by spans of slots."""
 _FULL = 264
 """Programs that fill a large GPU twice; with fewer, spans run in parallel."""
 
@@ -105,18 +107,19 @@ class Attention(Arrays):
     def _decode(self, call: _Call) -> None:
         """One token of each sequence, in one launch."""
         h, pages, shape = call.layer.heads, call.pages, call.pages.shape
-        n_queries = shape.seqs * h.n_heads
+        n_queries, rows = shape.seqs * h.n_heads, shape.seqs * h.n_kv_heads
         parts = self.machine.empty(shape.spans, n_queries, h.head_dim_v)
         tops, masses = self.machine.empty(2, shape.spans, n_queries)
         tile = _tile(call.layer, shape.page_tokens, 1, self.machine)
-        if shape.seqs * h.n_kv_heads <= _FULL and tile["num_stages"] > 1:
+        if rows <= _FULL and tile["num_stages"] > 1:
             tile["num_stages"] = 5  # little else is in flight: two blocks at a time
         ahead = shape.seqs <= _AHEAD and self.machine.launches_ahead
-        kernels.decode[(shape.seqs, h.n_kv_heads, shape.spans)](
-            call.qkv, call.out, parts, tops, masses, self._arrivals(shape.seqs * h.n_kv_heads),
+        per = triton.cdiv(shape.spans * rows, _PROGRAMS)  # spans that one program takes
+        kernels.decode[(shape.seqs, h.n_kv_heads, triton.cdiv(shape.spans, per))](
+            call.qkv, call.out, parts, tops, masses, self._arrivals(rows),
             pages.base, pages.tables, pages.first, pages.length, pages.slots, pages.positions,
             call.q_norm, call.k_norm, call.turns, shape.seqs, shape.pages, shape.page_bytes,
-            *call.offsets, call.qkv.shape[1], call.layer.eps, h.scale, h.softcap, h.window,
+            *call.offsets, call.qkv.shape[1], call.layer.eps, h.scale, h.softcap, h.window, per,
             **call.constants, **tile, CAPPED=h.softcap > 0, STORE=call.store, SPAN=SPAN,
             AHEAD=ahead, **({"launch_pdl": True} if ahead else {}),
         )  # fmt: skip

@@ -91,7 +91,7 @@ class RopeTable(CudaArray):
         self.neox = neox
 
 
-SPAN = 256
+SPAN = 128
 """Slots that are summed on their own; cut at absolute positions."""
 TILES = (16, 64)
 """Tokens of one sequence that a program may take together."""

@@ -148,11 +148,11 @@ def attend(
         tl.store(out + query[:, None] * DV + e[None, :], result, mask=stored)
 
 
-@triton.jit(do_not_specialize=["n", "table_cols", "window"])
+@triton.jit(do_not_specialize=["n", "table_cols", "window", "per"])
 def decode(
     qkv, out, parts, tops, masses, arrived, base, tables, first, length, slots, positions, q_norm,
     k_norm, rope, n, table_cols, page_bytes, k_offset, v_offset, stride, eps, scale, softcap,
-    window,
+    window, per,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     DKP: tl.constexpr, DVP: tl.constexpr, TOKENS: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, SPAN: tl.constexpr, TYPE_K: tl.constexpr, TYPE_V: tl.constexpr,
@@ -161,10 +161,10 @@ def decode(
     Q_NORM: tl.constexpr, K_NORM: tl.constexpr, MULTIPLY: tl.constexpr, CAPPED: tl.constexpr,
     STORE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """One token of each sequence, from q, k and v to the output: one span of slots of a KV head.
+    """One token of each sequence, from q, k and v to the output: `per` spans of slots of a KV head.
 
-    Who has the span that the new token is in stores it first. Spans are merged in order by who
-    comes last, and `arrived` is 0 again then.
+    Who has the span that the new token is in stores it first. Spans are merged in order: by who
+    has them all, or by who comes last, and `arrived` is 0 again then.
     """
     seq, head, mine = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     where = tl.load(slots + seq).to(tl.int64)
@@ -176,7 +176,8 @@ def decode(
         low = tl.maximum(place - window + 1 - start, 0)
     high = n_slots + shift
     span_from, span_to = (low + shift) // SPAN, (high + SPAN - 1) // SPAN
-    if (where < 0) | (mine < span_from) | (mine >= span_to):
+    my_from, my_to = tl.maximum(span_from, mine * per), tl.minimum(span_to, (mine + 1) * per)
+    if (where < 0) | (my_from >= my_to):
         return
     group: tl.constexpr = HEADS // KV_HEADS
     row = qkv + seq * stride
@@ -184,43 +185,45 @@ def decode(
     if AHEAD:  # it was launched before what it reads was written (programmatic dependent launch)
         gdc_wait()
         gdc_launch_dependents()
-    if STORE and mine == span_to - 1:
+    m, d, e = tl.arange(0, BM), tl.arange(0, DKP), tl.arange(0, DVP)
+    valid = m < group
+    heads = row + ((head * group + m) * DK)[:, None]
+    x = turned(heads, valid[:, None], q_norm, rope, d, eps, DK, N_ROT, NEOX, Q_NORM).to(MULTIPLY)
+    if STORE and my_to == span_to:
         store_token(
             row, base, where, head, k_norm, rope, page_bytes, k_offset, v_offset, eps, HEADS,
             KV_HEADS, DK, DV, DKP, DVP, TOKENS, N_ROT, NEOX, K_NORM, TYPE_K, TYPE_V, KIND_K, KIND_V,
             SIZE_K, SIZE_V, ROW_K, ROW_V, True, True,
         )  # fmt: skip
         tl.debug_barrier()
-    m, d, e = tl.arange(0, BM), tl.arange(0, DKP), tl.arange(0, DVP)
-    valid = m < group
-    heads = row + ((head * group + m) * DK)[:, None]
-    x = turned(heads, valid[:, None], q_norm, rope, d, eps, DK, N_ROT, NEOX, Q_NORM).to(MULTIPLY)
-    begin = tl.maximum(mine * SPAN, (low + shift) // BN * BN)
-    most, mass, part = _span(
-        x, tl.zeros([BM], tl.int32) + place, base, tables + seq * table_cols, begin,
-        tl.minimum((mine + 1) * SPAN, high), n_slots, start, shift, tables, page_bytes, k_offset,
-        v_offset, head, scale, softcap, window, KV_HEADS, DK, DV, DKP, DVP, TOKENS, BM, BN, TYPE_K,
-        TYPE_V, KIND_K, KIND_V, SIZE_K, SIZE_V, ROW_K, ROW_V, MULTIPLY, CAPPED, False,
-    )  # fmt: skip
     best = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     result = tl.zeros([BM, DVP], tl.float32)
     query = seq * HEADS + head * group + m
     stored = valid[:, None] & (e < DV)[None, :]
-    alone = span_to - span_from == 1
-    last = alone
-    if not alone:
-        at = mine.to(tl.int64) * n * HEADS + query
-        tl.store(tops + at, most, mask=valid)
-        tl.store(masses + at, mass, mask=valid)
-        tl.store(parts + at[:, None] * DV + e[None, :], part, mask=stored)
-        tl.debug_barrier()
-        count = tl.atomic_add(arrived + seq * KV_HEADS + head, 1, sem="acq_rel")
-        last = count == span_to - span_from - 1
-    if last:
-        if alone:
+    programs = (span_to + per - 1) // per - span_from // per
+    for span in range(my_from, my_to):
+        begin = tl.maximum(span * SPAN, (low + shift) // BN * BN)
+        most, mass, part = _span(
+            x, tl.zeros([BM], tl.int32) + place, base, tables + seq * table_cols, begin,
+            tl.minimum((span + 1) * SPAN, high), n_slots, start, shift, tables, page_bytes,
+            k_offset, v_offset, head, scale, softcap, window, KV_HEADS, DK, DV, DKP, DVP, TOKENS,
+            BM, BN, TYPE_K, TYPE_V, KIND_K, KIND_V, SIZE_K, SIZE_V, ROW_K, ROW_V, MULTIPLY, CAPPED,
+            False,
+        )  # fmt: skip
+        if programs == 1:
             best, total, result = merge(best, total, result, most, mass, part)
         else:
+            at = span * n * HEADS + query
+            tl.store(tops + at, most, mask=valid)
+            tl.store(masses + at, mass, mask=valid)
+            tl.store(parts + at[:, None] * DV + e[None, :], part, mask=stored)
+    last = programs == 1
+    if programs > 1:
+        tl.debug_barrier()
+        last = tl.atomic_add(arrived + seq * KV_HEADS + head, 1, sem="acq_rel") == programs - 1
+    if last:
+        if programs > 1:
             tl.store(arrived + seq * KV_HEADS + head, 0)
             for span in range(span_from, span_to):
                 at = span * n * HEADS + query
