@@ -6,6 +6,7 @@ A test on a GPU holds these sizes against those of `quire.ops.cuda`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 from quire.ops import Refused
 from quire.ops.cpu import CpuOps
@@ -16,18 +17,27 @@ _BLOCKS = {
     11: (4, 16, 2), 12: (4, 32, 2), 13: (8, 32, 2), 14: (8, 16, 1), 20: (8, 32, 1), 23: (8, 32, 1),
 }  # fmt: skip
 """By ggml's number of a type: bits, weights in a group, and float16 numbers of a group."""
+_TILE, _UNIT = 16, 64
+"""Rows and columns that lie together; what is missing of them is filled up."""
+
+
+def _format(kind: int) -> tuple[int, ...]:
+    """What tells formats apart: parts of one are one matrix."""
+    if kind in _DENSE:
+        return kind, _DENSE[kind]
+    if kind not in _BLOCKS:
+        raise Refused(f"ggml type {kind} is not known on GPUs")
+    return _BLOCKS[kind]
 
 
 def packed_bytes(kind: int, rows: int, cols: int) -> int:
     """Bytes of rows of a ggml type on a GPU."""
+    found = _format(kind)
     if kind in _DENSE:
-        return rows * cols * _DENSE[kind]
-    if kind not in _BLOCKS:
-        raise Refused(f"ggml type {kind} is not known on GPUs")
-    bits, group, numbers = _BLOCKS[kind]
-    unit = 256 if cols % 256 == 0 else 64
-    row = cols if bits == 8 else -(-cols // unit) * unit // 2
-    return rows * (row + cols // group * 2 * numbers)
+        return rows * cols * found[1]
+    bits, group, numbers = found
+    unit = _TILE * (_UNIT * bits // 8 + _UNIT // group * 2 * numbers)
+    return -(-rows // _TILE) * -(-cols // _UNIT) * unit
 
 
 class DescribedCuda(CpuOps):
@@ -35,4 +45,5 @@ class DescribedCuda(CpuOps):
 
     def packed_bytes(self, parts: Sequence[tuple[int, int, int]]) -> int:
         """What `pack` would hold for parts of these types, rows and columns."""
-        return sum(packed_bytes(*part) for part in parts)
+        runs = [list(run) for _, run in groupby(parts, key=lambda part: _format(part[0]))]
+        return sum(packed_bytes(run[0][0], sum(r for _, r, _ in run), run[0][2]) for run in runs)

@@ -79,7 +79,7 @@ def test_checkpoints_move_no_bytes_and_wait_for_nothing(llm: quire.LLM) -> None:
 def test_sessions_move_between_cpu_and_gpu(llm: quire.LLM, tmp_path: Path) -> None:
     """Pages are converted; the tokens are there, and what follows is close, but has other bits."""
     file, back = tmp_path / "cpu.quire", tmp_path / "gpu.quire"
-    with quire.load(llm.path, memory_budget="1GiB") as cpu:
+    with quire.load(llm.path, device="cpu", memory_budget="1GiB") as cpu:
         with cpu.session() as s:
             s.append(PROMPT).save(file)
         with pytest.raises(quire.errors.QuireError, match="arithmetic"):

@@ -12,7 +12,7 @@ import quire
 from quire.errors import BudgetError
 from quire.models.loader import EXPERTS, Part
 from quire.ops import Refused
-from quire.placement.cuda_sizes import packed_bytes
+from quire.placement.cuda_sizes import DescribedCuda, packed_bytes
 from tests import random_hybrids
 from tests.model_folders import TRAINED, model_folder
 
@@ -23,6 +23,7 @@ SLACK = 50 << 20
 
 def test_sizes_without_a_gpu_are_those_with_one() -> None:
     """Of every type, in rows that fill units and in rows that do not."""
+    from quire.ops.cuda import matrices
     from quire.ops.cuda.formats import FORMATS
 
     for kind in FORMATS:
@@ -32,6 +33,8 @@ def test_sizes_without_a_gpu_are_those_with_one() -> None:
             except Refused:
                 pytest.fail(f"type {kind} is not known without a GPU")
             assert told == FORMATS[kind].nbytes(rows, cols), (kind, rows, cols)
+    several = [(12, 40, 256), (12, 24, 256), (14, 8, 256), (30, 5, 256)]
+    assert DescribedCuda(1).packed_bytes(several) == matrices.packed_bytes(several)
 
 
 def held(llm: quire.LLM) -> int:
