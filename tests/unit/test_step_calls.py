@@ -58,7 +58,7 @@ def test_a_dense_step(dense: Path) -> None:
 def test_a_hybrid_step(tmp_path: Path) -> None:
     with quire.load(model_folder("tiny-hybrid", tmp_path)) as llm:
         calls, modules = counted(llm, 1)
-    assert calls <= 120 and modules <= 25
+    assert calls <= 140 and modules <= 26
 
 
 def test_calls_grow_slowly_with_the_batch(dense: Path) -> None:
