@@ -261,6 +261,23 @@ def test_one_session_in_several_threads(llm: quire.LLM) -> None:
     assert pages(llm) == 0
 
 
+def test_what_was_appended_stays_when_its_pages_go(llm: quire.LLM) -> None:
+    """Others may need the room before who waits has looked."""
+    wait = llm.loop.wait
+
+    def late(work: Any, done: Any = None) -> None:
+        wait(work, done)
+        llm.engine.room.lose(work.sequence)
+
+    with llm.session() as s:
+        llm.loop.wait = late  # type: ignore[method-assign]
+        s.append(prompt(2)).append(prompt(3))
+        llm.loop.wait = wait  # type: ignore[method-assign]
+        assert s.tokens == prompt(2) + prompt(3)
+        with llm.session() as again:
+            assert (s.logits() == again.append(s.tokens).logits()).all()
+
+
 def test_closing_while_others_wait(path: Path) -> None:
     llm = quire.load(path, threads=1)
     real = llm.engine.runner.forward
