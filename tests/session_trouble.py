@@ -92,7 +92,7 @@ class Trouble:
             (disk, "load", [TierError]),
         ]
         if steps := engine.runner.steps:  # then layers run there, and tokens are read late
-            places += [(steps, name, [Injected, Refused]) for name in ("run", "run", "read", "read")]
+            places += 2 * [(steps, way, [Injected, Refused]) for way in ("run", "read")]
         owner, name, errors = rng.choice(places)
         late = name == "run" and rng.random() < 0.5
         real, error = getattr(owner, name), rng.choice(errors)("injected")

@@ -32,10 +32,10 @@ def generated(path: Path, **settings: object) -> list[list[int]]:
     """Greedy, sampled and cut by their own last tokens: everything that a session may make."""
     found = []
     with quire.load(path, threads=1, **settings) as llm:
-        for temperature in (0.0, 0.9):
+        looking_back = {"temperature": 0.0, "repetition_penalty": 3.0}
+        for how in ({"temperature": 0.0}, {"temperature": 10.0}, looking_back):
             sampling = [
-                quire.Sampling(temperature=temperature, seed=i, max_tokens=9 + 5 * i)
-                for i in range(len(PROMPTS))
+                quire.Sampling(seed=i, max_tokens=9 + 5 * i, **how) for i in range(len(PROMPTS))
             ]
             streams = [llm.stream(p, s) for p, s in zip(PROMPTS, sampling, strict=True)]
             for stream in streams:
@@ -66,6 +66,52 @@ def test_sessions_hold_what_their_tokens_say(
 ) -> None:
     many_worlds(kind, tmp_path, range(7, 9), 120)
     assert sum(steps.followed for steps in flying) > 0
+
+
+def test_no_step_is_run_in_vain(dense: Path, flying: list[HostSteps]) -> None:
+    """Where a generation ends is often known before its tokens are."""
+    with quire.load(dense, threads=1) as llm:
+        llm.generate([3, 4, 5], max_tokens=9, ignore_eos=True)
+        assert llm.engine.runner.tokens_run == 3 + 8
+        assert sum(steps.followed for steps in flying) == 7
+
+
+def test_who_comes_later_joins_those_who_fly(dense: Path, flying: list[HostSteps]) -> None:
+    with quire.load(dense, threads=1) as llm:
+        want = llm.generate(PROMPTS[:2], max_tokens=30, ignore_eos=True)
+        first = llm.stream(PROMPTS[0], max_tokens=30, ignore_eos=True)
+        for _ in range(5):
+            llm.loop.seat.turn(llm.loop)
+        assert llm.engine.flying is not None
+        second = llm.stream(PROMPTS[1], max_tokens=4, ignore_eos=True)
+        for _ in range(8):
+            llm.loop.seat.turn(llm.loop)
+        assert second.completion.token_ids == want[1].token_ids[:4]
+        assert list(first) and first.completion.token_ids == want[0].token_ids
+
+
+def test_nothing_flies_while_something_else_is_done(dense: Path, flying: list[HostSteps]) -> None:
+    with quire.load(dense, threads=1) as llm:
+        loop, found = llm.loop, []
+
+        def look() -> None:
+            found.append(llm.engine.flying is None)
+
+        def gone() -> None:
+            loop.when_gone(Handle(), look)
+
+        stream = llm.stream([3, 4, 5], max_tokens=40, ignore_eos=True)
+        for ask in (lambda: loop.call(look), lambda: loop.later(look), gone):
+            for _ in range(3):
+                loop.seat.turn(loop)
+            assert llm.engine.flying is not None
+            ask()
+            loop.seat.turn(loop)
+        assert found == [True] * 3 and len(list(stream)) > 0
+
+
+class Handle:
+    """Something to let go of."""
 
 
 def test_a_step_that_breaks_off_loses_no_token(

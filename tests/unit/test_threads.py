@@ -261,18 +261,22 @@ def test_one_session_in_several_threads(llm: quire.LLM) -> None:
     assert pages(llm) == 0
 
 
-def test_what_was_appended_stays_when_its_pages_go(llm: quire.LLM) -> None:
-    """Others may need the room before who waits has looked."""
-    wait = llm.loop.wait
-
-    def late(work: Any, done: Any = None) -> None:
-        wait(work, done)
-        llm.engine.room.lose(work.sequence)
-
+@pytest.mark.parametrize("when", ["step", "wait"])
+def test_what_was_appended_stays_when_its_pages_go(
+    llm: quire.LLM, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others may need the room before who waits has looked, or has done anything about it."""
+    real = getattr(llm.loop, when)
     with llm.session() as s:
-        llm.loop.wait = late  # type: ignore[method-assign]
-        s.append(prompt(2)).append(prompt(3))
-        llm.loop.wait = wait  # type: ignore[method-assign]
+
+        def late(*args: Any) -> None:
+            real(*args)
+            if not s.sequence.active:
+                llm.engine.room.lose(s.sequence)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.loop, when, late)
+            run(lambda: s.append(prompt(2)).append(prompt(3)), timeout=20)
         assert s.tokens == prompt(2) + prompt(3)
         with llm.session() as again:
             assert (s.logits() == again.append(s.tokens).logits()).all()
