@@ -14,19 +14,19 @@ import pytest
 
 from quire.devices.device import Draws, Int32
 from quire.devices.host import HostDevice
-from quire.ops import Array, Drawn
+from quire.ops import Array, Drawn, Refused, Sampler
 from quire.ops.batch import Batch
 
 
 class Late:
-    """Tokens that were chosen, and how often they were read."""
+    """Tokens that were chosen, and who has them until they are read."""
 
-    def __init__(self, ids: Int32) -> None:
-        self._ids = ids
+    def __init__(self, steps: HostSteps, ids: Int32) -> None:
+        self._steps, self._ids = steps, ids
 
     def read(self) -> Int32:
         """They are there."""
-        return self._ids
+        return self._steps.read(self._ids)
 
 
 class HostSteps:
@@ -51,6 +51,7 @@ class HostSteps:
         if sources is not None:
             self.followed += 1
             tokens = np.where(sources >= 0, self._last[sources], tokens).astype(np.int32)
+            tokens = tokens.clip(0)  # where none was chosen, what follows is nobody's
         groups = {
             name: self._device.group(name, view, positions, seq_rows)
             for name, view in views.items()
@@ -62,9 +63,20 @@ class HostSteps:
         self._last = np.full(len(rows), -1, np.int32)
         for row, draw in enumerate(draws):
             if draw is not None:
-                at, uniform = np.array([row], np.int32), np.array([draw[1]])
-                self._last[row] = self._ops.sample(logits, at, [draw[0]], uniform)[0]
-        return logits, Late(self._last)
+                self._last[row] = self._drawn(logits, row, *draw)
+        return logits, Late(self, self._last)
+
+    def read(self, ids: Int32) -> Int32:
+        """What the host asks for late."""
+        return ids
+
+    def _drawn(self, logits: Array, row: int, sampler: Sampler, uniform: float) -> int:
+        """A token; -1 where a row allows none, -2 where it is not numbers: a device never fails."""
+        try:
+            at = np.array([row], np.int32)
+            return int(self._ops.sample(logits, at, [sampler], np.array([uniform]))[0])
+        except Refused:
+            return -2 if np.isnan(self._ops.numpy(logits)[row]).any() else -1
 
 
 @pytest.fixture

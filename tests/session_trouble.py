@@ -91,6 +91,8 @@ class Trouble:
             (disk, "store", [TierError]),
             (disk, "load", [TierError]),
         ]
+        if steps := engine.runner.steps:  # then layers run there, and tokens are read late
+            places += 2 * [(steps, way, [Injected, Refused]) for way in ("run", "read")]
         owner, name, errors = rng.choice(places)
         late = name == "run" and rng.random() < 0.5
         real, error = getattr(owner, name), rng.choice(errors)("injected")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 from time import perf_counter
 from typing import NamedTuple
 
@@ -69,12 +70,7 @@ class Engine(Sequences):
             started = perf_counter()
             last, self.flying = self.flying, None
             if last is not None:
-                self.flying = self._follow(last)
-                try:
-                    self.finish(last)
-                except BaseException:
-                    self._forget()
-                    raise
+                self._go_on(last)
             if self.flying is None:
                 launched = self.launch(self.scheduler.active)
                 if launched is not None and launched.flight is not None:
@@ -92,9 +88,21 @@ class Engine(Sequences):
     def settle(self) -> list[StepOutput]:
         """Finishes the step that is under way on the device, so that everything is as it says."""
         last, self.flying = self.flying, None
-        self.finish(last)
+        with suppress(QuireError, Refused):  # what it was to bring comes with the next step
+            self.finish(last)
         outputs, self._outputs = self._outputs, []
         return outputs
+
+    def _go_on(self, last: Launched) -> None:
+        """Launches the next step, and finishes the last, whatever becomes of the next."""
+        try:
+            self.flying = self._follow(last)
+        finally:
+            try:
+                self.finish(last)
+            except BaseException:
+                self._forget()
+                raise
 
     def _follow(self, last: Launched) -> Launched | None:
         """The next step, before the tokens of the last are read; None where it needs them."""

@@ -38,6 +38,8 @@ class Flight:
             sequence, generation = entry.sequence, entry.sequence.generation
             if entry.count != 1 or sequence.computed < 2 or generation is None:
                 return None
+            if sequence.edited:  # its last token cannot always be taken back
+                return None
             if not (entry.ends and generation.plain):
                 return None
             riders.append((sequence, generation))

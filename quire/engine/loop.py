@@ -40,8 +40,8 @@ class Work:
 
     @property
     def done(self) -> bool:
-        """Whether nothing more will come."""
-        return self.ended or self.error is not None or not self.sequence.pending
+        """Whether nothing more will come; what was computed may have lost its pages since."""
+        return self.ended or self.error is not None or not self.sequence.active
 
     def receive(self, output: StepOutput) -> None:
         """Takes in what a step added, or that it failed."""

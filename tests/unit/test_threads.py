@@ -261,6 +261,27 @@ def test_one_session_in_several_threads(llm: quire.LLM) -> None:
     assert pages(llm) == 0
 
 
+@pytest.mark.parametrize("when", ["step", "wait"])
+def test_what_was_appended_stays_when_its_pages_go(
+    llm: quire.LLM, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others may need the room before who waits has looked, or has done anything about it."""
+    real = getattr(llm.loop, when)
+    with llm.session() as s:
+
+        def late(*args: Any) -> None:
+            real(*args)
+            if not s.sequence.active:
+                llm.engine.room.lose(s.sequence)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.loop, when, late)
+            run(lambda: s.append(prompt(2)).append(prompt(3)), timeout=20)
+        assert s.tokens == prompt(2) + prompt(3)
+        with llm.session() as again:
+            assert (s.logits() == again.append(s.tokens).logits()).all()
+
+
 def test_closing_while_others_wait(path: Path) -> None:
     llm = quire.load(path, threads=1)
     real = llm.engine.runner.forward
