@@ -65,7 +65,7 @@ BPE = load("bpe")
 class TestConformance:
     """Ids that llama.cpp gives."""
 
-    @pytest.mark.parametrize("pre", PRE_TOKENIZERS.keys() & BPE["names"].keys())
+    @pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS.keys() & BPE["names"].keys()))
     def test_every_pre_tokenizer(self, pre: str) -> None:
         tokenizer = Tokenizer.from_metadata(metadata(BPE, pre=pre))
         which = BPE["names"][pre]
