@@ -10,11 +10,14 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard quire/ops/csrc/*)
 demo: $(VENV)/installed
 	$(BIN)/quire run "What is the capital of France? Answer in one sentence." -n 64
 
+# Two at a time, each file's tests in one process.
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
+
 test: $(VENV)/installed-test lint
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-all: $(VENV)/installed-test lint
-	$(BIN)/python -m pytest -q
+	$(PYTEST)
 
 # The extension built anew with sanitizers, and the tests of the operations with it. Python has to be
 # told of their libraries, and of the C++ one, before it starts; its own leaks are not ours.
