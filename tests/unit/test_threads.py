@@ -130,7 +130,7 @@ class Client:
         start, wanted = self.some()
         with self.llm.session() as s:
             cut = self.rng.randint(1, len(start) - 1)
-            s.append(start[:cut]).append(start[cut:])
+            assert s.append(start[:cut]).append(start[cut:]).tokens == start
             mark = s.checkpoint()
             n = self.rng.randint(1, 8)
             assert s.generate(max_tokens=n, **GO).token_ids == wanted[:n]
@@ -149,11 +149,11 @@ class Client:
 
 
 def mixed(llm: quire.LLM, alone: list[list[int]], folder: Path, seconds: float) -> list[int]:
-    """Eight clients for so long; memory in use at the end of each quarter."""
+    """Sixteen clients for so long; memory in use at the end of each quarter."""
     held = []
     for quarter in range(4):
         end = time.monotonic() + seconds / 4
-        clients = [Client(llm, alone, 100 * quarter + i, folder) for i in range(8)]
+        clients = [Client(llm, alone, 100 * quarter + i, folder) for i in range(16)]
 
         def use(client: Client, end: float = end) -> None:
             while time.monotonic() < end:
@@ -167,7 +167,7 @@ def mixed(llm: quire.LLM, alone: list[list[int]], folder: Path, seconds: float) 
     return held
 
 
-def test_eight_threads_in_too_little_memory(
+def test_sixteen_threads_in_too_little_memory(
     llm: quire.LLM, alone: list[list[int]], tmp_path: Path
 ) -> None:
     mixed(llm, alone, tmp_path, 6.0)
@@ -175,7 +175,9 @@ def test_eight_threads_in_too_little_memory(
 
 
 @pytest.mark.slow
-def test_eight_threads_for_a_minute(llm: quire.LLM, alone: list[list[int]], tmp_path: Path) -> None:
+def test_sixteen_threads_for_a_minute(
+    llm: quire.LLM, alone: list[list[int]], tmp_path: Path
+) -> None:
     held = mixed(llm, alone, tmp_path, 60.0)
     assert held[-1] - held[0] < 16 << 20
 
