@@ -33,6 +33,6 @@ fi
 cp "$work"/cmake/_cpu*.so quire/ops/_cpu.cpython-311-aarch64-linux-gnu.so
 
 # What a process holds is the emulator's there, and it starts no other ones.
-qemu-aarch64-static -L "$root" -E PYTHONPATH="$site:$PWD" -E PYTHONDONTWRITEBYTECODE=1 \
+qemu-aarch64-static -cpu max -L "$root" -E PYTHONPATH="$site:$PWD" -E PYTHONDONTWRITEBYTECODE=1 \
     "$root/usr/bin/python3.11" -m pytest -q -p no:cacheprovider -m "not slow" tests/ops \
     --ignore tests/ops/test_native_memory.py --ignore tests/ops/test_native_threads.py "$@"

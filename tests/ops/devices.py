@@ -21,7 +21,7 @@ def _runs(isa: str) -> bool:
     return True
 
 
-ISAS = [isa for isa in ("portable", "avx2", "avx512-vnni", "neon-dotprod") if _runs(isa)]
+ISAS = [isa for isa in ("portable", "avx2", "avx512-vnni", "neon-dotprod", "i8mm") if _runs(isa)]
 """The CPU's instruction sets."""
 unless_sanitized = pytest.mark.skipif(
     "libasan" in os.environ.get("LD_PRELOAD", ""), reason="a sanitizer's memory is its own"

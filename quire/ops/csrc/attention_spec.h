@@ -17,7 +17,7 @@ inline const AttentionKernels& attention_kernels_of(Isa isa) {
     if (isa == Isa::avx512) return avx512::attention_kernels;
     if (isa == Isa::avx2) return avx2::attention_kernels;
 #elif defined(QUIRE_ARM)
-    if (isa == Isa::neon) return neon::attention_kernels;
+    if (isa == Isa::i8mm || isa == Isa::neon) return neon::attention_kernels;
 #endif
     (void)isa;
     return portable::attention_kernels;

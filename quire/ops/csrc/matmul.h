@@ -62,5 +62,6 @@ namespace portable { extern const MatmulKernels matmul_kernels; }
 namespace avx2 { extern const MatmulKernels matmul_kernels; }
 namespace avx512 { extern const MatmulKernels matmul_kernels; }
 namespace neon { extern const MatmulKernels matmul_kernels; }
+namespace i8mm { extern const MatmulKernels matmul_kernels; }
 
 }  // namespace quire

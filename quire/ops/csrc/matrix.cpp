@@ -56,6 +56,7 @@ const MatmulKernels& matmul_kernels(Isa isa) {
     if (isa == Isa::avx512) return avx512::matmul_kernels;
     if (isa == Isa::avx2) return avx2::matmul_kernels;
 #elif defined(QUIRE_ARM)
+    if (isa == Isa::i8mm) return i8mm::matmul_kernels;
     if (isa == Isa::neon) return neon::matmul_kernels;
 #endif
     (void)isa;

@@ -31,14 +31,24 @@ static bool runs(Isa isa) {
     if (isa == Isa::avx2)
         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 #elif defined(QUIRE_ARM) && defined(__linux__)
-    if (isa == Isa::neon) return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
+    constexpr unsigned long I8MM = 1 << 13;  // HWCAP2_I8MM, which older headers lack
+    const bool dots = (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
+    if (isa == Isa::i8mm) return dots && (getauxval(AT_HWCAP2) & I8MM) != 0;
+    if (isa == Isa::neon) return dots;
 #elif defined(QUIRE_ARM)
     if (isa == Isa::neon) return true;  // whatever Apple makes has it
 #endif
     return isa == Isa::portable;
 }
 
-constexpr Isa ISAS[] = {Isa::neon, Isa::avx512, Isa::avx2, Isa::portable};  // the best first
+// The best first.
+#if defined(QUIRE_ARM)
+constexpr Isa ISAS[] = {Isa::i8mm, Isa::neon, Isa::portable};
+#define ISA_NAMES "portable, neon-dotprod, i8mm"
+#else
+constexpr Isa ISAS[] = {Isa::neon, Isa::avx512, Isa::avx2, Isa::portable};
+#define ISA_NAMES "portable, avx2, avx512-vnni, neon-dotprod"
+#endif
 
 Isa best_isa() {
     for (Isa isa : ISAS)
@@ -48,6 +58,9 @@ Isa best_isa() {
 
 const char* isa_name(Isa isa) {
     switch (isa) {
+#if defined(QUIRE_ARM)
+        case Isa::i8mm: return "i8mm";
+#endif
         case Isa::neon: return "neon-dotprod";
         case Isa::avx512: return "avx512-vnni";
         case Isa::avx2: return "avx2";
@@ -62,7 +75,7 @@ Isa isa_from_name(const std::string& name) {
         if (!runs(isa)) throw std::invalid_argument("this CPU does not run " + name);
         return isa;
     }
-    throw std::invalid_argument("unknown instruction set " + name + " (portable, avx2, avx512-vnni, neon-dotprod)");
+    throw std::invalid_argument("unknown instruction set " + name + " (" ISA_NAMES ")");
 }
 
 static void bind_cpu(nb::module_& m) {

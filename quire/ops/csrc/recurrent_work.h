@@ -15,7 +15,7 @@ inline const RecurrentKernels& recurrent_kernels_of(Isa isa) {
     if (isa == Isa::avx512) return avx512::recurrent_kernels;
     if (isa == Isa::avx2) return avx2::recurrent_kernels;
 #elif defined(QUIRE_ARM)
-    if (isa == Isa::neon) return neon::recurrent_kernels;
+    if (isa == Isa::i8mm || isa == Isa::neon) return neon::recurrent_kernels;
 #endif
     (void)isa;
     return portable::recurrent_kernels;

@@ -27,7 +27,7 @@ const SamplingKernels& kernels_of(Isa isa) {
     if (isa == Isa::avx512) return avx512::sampling_kernels;
     if (isa == Isa::avx2) return avx2::sampling_kernels;
 #elif defined(QUIRE_ARM)
-    if (isa == Isa::neon) return neon::sampling_kernels;
+    if (isa == Isa::i8mm || isa == Isa::neon) return neon::sampling_kernels;
 #endif
     (void)isa;
     return portable::sampling_kernels;

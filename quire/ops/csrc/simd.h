@@ -1,7 +1,7 @@
 // One vector of floats, as wide as the instruction set this file is compiled for.
 //
 // Kernel sources are compiled once per instruction set with QUIRE_ISA set to the namespace
-// (avx512, avx2, neon, portable). They use only what is here, so one source serves all of them.
+// (avx512, avx2, neon, i8mm, portable). They use only what is here, so one source serves all of them.
 // Contraction is off (-ffp-contract=off): a multiply-add happens where fma() is written and
 // nowhere else, so every kernel variant adds in the same order with the same rounding.
 #pragma once
