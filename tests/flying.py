@@ -58,7 +58,7 @@ class HostSteps:
         }
         batch = Batch(tokens, positions, groups)
         x = self._model.embed(batch)
-        self._model.run(x, batch, 0, self._model.n_layers)
+        x = self._model.run(x, batch, 0, self._model.n_layers)
         self._logits = logits = self._model.logits(self._ops.take_rows(x, rows))
         self._last = np.full(len(rows), -1, np.int32)
         for row, draw in enumerate(draws):

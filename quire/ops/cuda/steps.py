@@ -45,7 +45,7 @@ class Layers(Protocol):
     @property
     def n_layers(self) -> int: ...
     def embed(self, batch: Batch) -> Array: ...
-    def run(self, x: Array, batch: Batch, start: int, stop: int) -> None: ...
+    def run(self, x: Array, batch: Batch, start: int, stop: int) -> Array: ...
     def logits(self, x: Array) -> Array: ...
 
 
@@ -321,7 +321,7 @@ class Steps:
             made[name] = GroupPages(pages, group.offsets)
         batch = Batch(cast(Any, OnDevice(tokens)), cast(Any, OnDevice(positions)), made)
         x = model.embed(batch)
-        model.run(x, batch, 0, model.n_layers)
+        x = model.run(x, batch, 0, model.n_layers)
         if not step.key.every_row:
             x = ops.take_rows(x, OnDevice(wanted))
         step.logits = model.logits(x)
