@@ -1,6 +1,6 @@
 """The table of operations on an NVIDIA GPU, in Triton and CUDA C++.
 
-    machine.py     where tensors live, and bytes by address
+    machine.py     where tensors live
     driver.py      what the CUDA driver is asked for: devices, addresses, memory
     arrays.py      products.py experts.py attention.py recurrent.py pages.py sampling.py
                    the groups of the table: they check, then launch
@@ -8,6 +8,7 @@
     multiply.py    launch.py      which kernel a product takes
     recurrent_rows.py recur_native.py   which kernel a recurrent layer takes
     copies.py      pages to the host and back, beside the kernels
+    steps.py       stage.py       whole steps as graphs, and what passes to and from them
     nvrtc.py       CUDA C++, compiled and launched
     kernels/ csrc/ what is launched, in Triton and in CUDA C++
 

@@ -1,8 +1,7 @@
-"""The GPU as the operations see it: where tensors live, and bytes by address."""
+"""The GPU as the operations see it: where tensors live, and what may be launched."""
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +13,6 @@ from numpy.typing import NDArray
 
 from quire.ops import Int32, Refused
 
-_POINTERS = 512  # addresses of pages that are kept as tensors
 OLDEST = (8, 0)
 """The oldest compute capability that kernels are written for: Ampere."""
 
@@ -37,27 +35,6 @@ def need_apart(what: str, read: Int32, written: Int32) -> None:
     need(not np.isin(written, read).any(), f"{what}: a page is written and read")
 
 
-def from_lowest(base: int, page_bytes: int, *columns: Int32) -> tuple[int, list[NDArray[np.int32]]]:
-    """Pages by their distance from the lowest one of all, and where that lies; -1 stays -1.
-
-    Memory behind a pool's first page may have been given back, behind pages in use it is not.
-    """
-    lowest = min((int(c[c >= 0].min(initial=2**31 - 1)) for c in columns), default=2**31 - 1)
-    if lowest == 2**31 - 1:
-        return 0, [np.asarray(c, np.int32) for c in columns]
-    moved = [np.where(c >= 0, c - lowest, -1).astype(np.int32) for c in columns]
-    return base + lowest * page_bytes, moved
-
-
-class _At:
-    """Bytes of a GPU at an address, as torch takes them over."""
-
-    def __init__(self, address: int, dtype: str) -> None:
-        self.__cuda_array_interface__ = {
-            "data": (address, False), "shape": (1,), "typestr": dtype, "strides": None, "version": 3
-        }  # fmt: skip
-
-
 class OnDevice:
     """Integers that lie on the device already."""
 
@@ -75,7 +52,6 @@ class Machine:
         """The GPU of this number; None for the interpreter."""
         self.interpreted = index is None
         self.device = torch.device("cpu") if index is None else torch.device("cuda", index)
-        self._pointers: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
     @property
     def name(self) -> str:
@@ -113,29 +89,6 @@ class Machine:
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """A tensor that nobody has written yet."""
         return torch.empty(shape, dtype=dtype, device=self.device)
-
-    def pointer(self, address: int, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor that starts at an address: what kernels take for the pages of a pool.
-
-        There must be memory: Triton looks. So callers count pages from the lowest one in use.
-        """
-        key = address, dtype
-        if (found := self._pointers.get(key)) is None:
-            if len(self._pointers) >= _POINTERS:
-                self._pointers.clear()
-            found = self._pointers[key] = self._at(address, dtype)
-        return found
-
-    def _at(self, address: int, dtype: torch.dtype) -> torch.Tensor:
-        if self.interpreted:
-            # Of one size for every type: the interpreter tells storages apart by address alone.
-            some = (ctypes.c_uint8 * 8).from_address(address)
-            return torch.frombuffer(some, dtype=dtype)
-        kinds = {torch.uint8: "|u1", torch.int8: "|i1", torch.float16: "<f2", torch.float32: "<f4",
-                 torch.int64: "<i8"}  # fmt: skip
-        if dtype is torch.bfloat16:
-            return torch.as_tensor(_At(address, "<f2"), device=self.device).view(torch.bfloat16)
-        return torch.as_tensor(_At(address, kinds[dtype]), device=self.device)
 
     def half(self, dtype: torch.dtype) -> torch.dtype:
         """The type in which values of a type are multiplied: the interpreter has no bfloat16."""

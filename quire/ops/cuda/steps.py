@@ -19,7 +19,6 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
-import triton
 from numpy.typing import NDArray
 
 from quire.ops import Array, Int32, Sampler
@@ -31,11 +30,11 @@ from quire.ops.cuda.paged import Paged, PageShape, filled, page_columns, shape_o
 from quire.ops.cuda.recurrent import state_places
 from quire.ops.cuda.recurrent_rows import CudaStates, StateShape, state_columns, state_shape
 from quire.ops.cuda.sampling import drawing, race_keys, sampler_of
+from quire.ops.cuda.stage import Clock, Drawn, Stage
 
 MOST_TOKENS = 512
 """Longer steps are not captured: there launches cost little beside the work."""
 _GRAPHS = 64  # graphs that are kept
-_PROMPT = 32  # tokens of a step that tell how fast prompts are
 _STEPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 
@@ -74,104 +73,6 @@ class Key:
     """Whether the logits of all tokens are wanted, in order."""
     groups: tuple[tuple[str, PageShape | StateShape], ...]
     greedy: bool
-
-
-class Drawn:
-    """The tokens that a step chooses: -1 where a row allows none, -2 where it is not numbers."""
-
-    def __init__(self, ids: torch.Tensor, n: int, stage: Stage) -> None:
-        self._ids, self._event = stage.fetch(ids[:n])
-        self._n = n
-
-    def read(self) -> Int32:
-        """Waits until they are there."""
-        if self._event is not None:
-            self._event.synchronize()
-        found: Int32 = self._ids.numpy()[: self._n].copy()
-        return found
-
-
-class Clock:
-    """How long prompts take by the GPU's own clock; nobody waits for it."""
-
-    def __init__(self) -> None:
-        self.seconds_per_token = 0.0
-        self._under_way: tuple[torch.cuda.Event, torch.cuda.Event, int] | None = None
-
-    def start(self, n_tokens: int) -> torch.cuda.Event | None:
-        """Before a step; what tells when it ends, where it is to be measured."""
-        if self._under_way is not None:
-            begin, end, n = self._under_way
-            if not end.query():
-                return None
-            now = begin.elapsed_time(end) / 1e3 / n
-            self.seconds_per_token = (self.seconds_per_token or now) * 0.7 + now * 0.3
-            self._under_way = None
-        if n_tokens < _PROMPT:
-            return None
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        self._under_way = begin, end, n_tokens
-        return end
-
-
-class Stage:
-    """Pinned memory that integers pass through, to the GPU and back, while it computes.
-
-    Kernels copy: between two graphs they take a tenth of what the copy engines' hand-over does.
-    """
-
-    _DEPTH = 4
-
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
-        self._up: list[tuple[torch.Tensor, torch.cuda.Event] | None] = [None] * self._DEPTH
-        self._down: list[torch.Tensor | None] = [None] * self._DEPTH
-        self._turn = 0
-
-    def put(self, columns: Sequence[NDArray[Any]], into: torch.Tensor) -> None:
-        """Columns, one behind the other, into a block of integers."""
-        if self._machine.interpreted:
-            into.copy_(torch.from_numpy(_joined(columns, np.empty(len(into), np.int32))))
-            return
-        self._turn = (self._turn + 1) % self._DEPTH
-        held = self._up[self._turn]
-        if held is not None:
-            held[1].synchronize()
-        if held is None or len(held[0]) < len(into):
-            size = power_of_two(len(into), 1 << 14)
-            held = torch.empty(size, dtype=torch.int32, pin_memory=True), torch.cuda.Event()
-            self._up[self._turn] = held
-        pinned, event = held
-        _joined(columns, pinned.numpy())
-        _carry(pinned, into, len(into))
-        event.record()
-
-    def fetch(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-        """A copy of ids on the host, which is there when the event has come."""
-        if self._machine.interpreted:
-            return ids.clone(), None
-        held = self._down[self._turn]
-        if held is None or len(held) < len(ids):
-            held = torch.empty(max(len(ids), 512), dtype=torch.int32, pin_memory=True)
-            self._down[self._turn] = held
-        event = torch.cuda.Event()
-        _carry(ids, held, len(ids))
-        event.record()
-        return held, event
-
-
-def _carry(source: torch.Tensor, target: torch.Tensor, n: int) -> None:
-    kernels.carry[(triton.cdiv(n, 1024),)](source, target, n, BLOCK=1024)
-
-
-def _joined(columns: Sequence[NDArray[Any]], into: NDArray[np.int32]) -> NDArray[np.int32]:
-    at = 0
-    for column in columns:
-        flat = column.reshape(-1).view(np.int32)
-        into[at : at + len(flat)] = flat
-        at += len(flat)
-    return into
 
 
 class Captured:
