@@ -66,7 +66,7 @@ def test_every_reason_is_said(reason: str, monkeypatch: Patch) -> None:
     happens, words = REASONS[reason]
     happens(monkeypatch)
     with pytest.raises(RequestError, match=words):
-        cuda.default_budget(0)
+        cuda.free_bytes(0)
     with pytest.raises(RequestError, match=words):
         cuda.CudaDevice(Budget(1 << 30))
 
@@ -85,4 +85,4 @@ def test_too_little_memory_is_said(monkeypatch: Patch) -> None:
 
     monkeypatch.setattr(cuda, "_open", lambda index: (Full(), None))
     with pytest.raises(BudgetError, match=r"cuda:1 has 10,000,000 of 80,000,000,000 bytes free"):
-        cuda.default_budget(1)
+        cuda.free_bytes(1)
