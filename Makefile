@@ -35,11 +35,11 @@ sanitize: $(VENV)/installed-sanitize
 # The GPU's kernels without a GPU: Triton's in its interpreter, CUDA C++ and Triton's compiled for
 # every architecture. In a venv of its own, since PyTorch is large and its CPU build will do.
 test-kernels: $(VENV)-kernels/installed
-	TRITON_INTERPRET=1 PYTHONPATH=. $(VENV)-kernels/bin/python -m pytest -q -p no:cacheprovider tests/cuda
+	TRITON_INTERPRET=1 $(VENV)-kernels/bin/python -m pytest -q -p no:cacheprovider tests/cuda
 
-$(VENV)-kernels/installed:
+$(VENV)-kernels/installed: $(SOURCES)
 	$(PYTHON) -m venv $(VENV)-kernels
-	$(VENV)-kernels/bin/python -m pip install --quiet "torch==2.13.0" triton nvidia-cuda-nvrtc "numpy<2.3" pytest hypothesis
+	$(VENV)-kernels/bin/python -m pip install --quiet -e . "torch==2.13.0" triton nvidia-cuda-nvrtc "numpy<2.3" pytest hypothesis
 	touch $@
 
 # On a machine with a GPU: PyTorch and Triton are taken from its own Python.
