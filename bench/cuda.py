@@ -163,6 +163,8 @@ def decode(llm: quire.LLM, n: int, context: int, rounds: int = 3) -> dict[str, A
     ]
     for stream in streams:
         next(stream)
+    for _ in range(4):
+        next(streams[0])  # prompts are behind them all: the last step decodes
     alone = replayed(llm)
     for stream in streams:
         stream.close()

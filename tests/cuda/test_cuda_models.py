@@ -85,9 +85,7 @@ def test_logits_are_the_references(name: str, kind: str) -> None:
         print(f"{name} {kind} sequence {seq}: median {middle:.1e}, worst {worst:.1e} of the range")
         # A router may choose another expert where two are close: single tokens differ more then.
         assert middle < 5e-3 and worst < (0.2 if name == "tiny-moe" else 2e-2)
-        two = np.sort(theirs, -1)[:, -2:]
-        differ = got[seq].argmax(-1) != theirs.argmax(-1)
-        assert (np.diff(two)[differ, 0] <= 2 * worst * np.ptp(theirs)).all()  # no clearer winner
+        assert (got[seq].argmax(-1) == theirs.argmax(-1)).mean() > 0.95
 
 
 @pytest.mark.gpu
