@@ -18,6 +18,7 @@ wait
 run test_cuda_device  # alone: it counts the GPU's free bytes, and takes them all
 run test_cuda_memory
 run test_cuda_api
+run test_cuda_placement
 for log in "$out"/test_*.log; do
     echo "== $(basename "$log" .log): $(tail -n 2 "$log" | tr '\n' ' ')"
     grep -E "^E  " "$log" | cut -c1-160 | sort | uniq -c | sort -rn | head -6
