@@ -1,6 +1,6 @@
-"""Recurrent kernels compile for every architecture that is supported, with no GPU at hand.
+"""Kernels compile for the architectures that are supported, with no GPU at hand.
 
-Those in CUDA C++ keep a state in registers.
+Recurrent ones in CUDA C++ keep a state in registers.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -62,10 +63,22 @@ for gated in (False, True):
 
 @pytest.mark.parametrize("architecture", [10 * OLDEST[0] + OLDEST[1], 90, 100])
 def test_recurrent_kernels_compile(architecture: int) -> None:
+    compiling("-c", SCRIPT, str(architecture))
+
+
+def test_attention_compiles_as_it_is_launched() -> None:
+    names = compiling(str(Path(__file__).with_name("compile_all.py")), "90").split()
+    assert {"attend", "decode", "enter", "merge_splits", "turns"} <= set(names)
+
+
+def compiling(*script: str) -> str:
+    """What a script prints that compiles kernels, rather than interpreting them."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    run = [sys.executable, "-c", SCRIPT, str(architecture)]
-    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=300)
+    environment["PYTHONPATH"] = str(Path(__file__).parents[2])
+    run = [sys.executable, *script]
+    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
 
 
 SHAPES = {

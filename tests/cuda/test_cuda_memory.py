@@ -91,9 +91,9 @@ class Mirrored(CudaBacking):
 class Device(CudaDevice):
     """A GPU whose kernels are the suites' stand-ins."""
 
-    def __init__(self, budget: Budget) -> None:
+    def __init__(self, budget: Budget, name: str = "cpu") -> None:
         super().__init__(budget, fake_kernel.FakeOps(), granule=GRANULE)  # type: ignore[arg-type]
-        self.name = "cpu"  # as the suites call it
+        self.name = name  # as the suites call it
 
     def _backing(self, page_bytes: int, max_pages: int, demand_paged: bool) -> Backing:
         return Mirrored(self.machine, page_bytes, max_pages, demand_paged)

@@ -213,12 +213,12 @@ def enter(
     d, e = tl.arange(0, DKP), tl.arange(0, DVP)
     if part < Q_PARTS:
         heads = part * BQ + tl.arange(0, BQ)
-        inside = (heads < HEADS)[:, None] & (d < DK)[None, :]
+        here = (heads < HEADS)[:, None] & (d < DK)[None, :]
         q = turned(
-            row + (heads * DK)[:, None], inside, q_norm, table, d, eps, DK, N_ROT, NEOX, Q_NORM
+            row + (heads * DK)[:, None], here, q_norm, table, d, eps, DK, N_ROT, NEOX, Q_NORM
         )
         at = (token * HEADS + heads) * DK
-        tl.store(q_out + at[:, None] + d[None, :], q.to(q_out.dtype.element_ty), mask=inside)
+        tl.store(q_out + at[:, None] + d[None, :], q.to(q_out.dtype.element_ty), mask=here)
         return
     where = tl.load(slots + token).to(tl.int64)
     if where < 0:
@@ -243,12 +243,12 @@ def enter(
                 )  # fmt: skip
     else:
         if KIND_V == 0:
-            inside = (heads < KV_HEADS)[:, None] & (e < DV)[None, :]
+            valued = (heads < KV_HEADS)[:, None] & (e < DV)[None, :]
             values = row + (HEADS + KV_HEADS) * DK + (heads * DV)[:, None] + e[None, :]
             start = head_start(page_bytes, page, v_offset, 0, TOKENS, ROW_V)
             _store_tile(
-                tl.load(values, mask=inside, other=0.0), pages_at(base, TYPE_V), start, slot, heads,
-                inside, e, SIZE_V, TOKENS, ROW_V, DV,
+                tl.load(values, mask=valued, other=0.0), pages_at(base, TYPE_V), start, slot, heads,
+                valued, e, SIZE_V, TOKENS, ROW_V, DV,
             )  # fmt: skip
         else:
             for head in range(KV_HEADS):

@@ -1,0 +1,85 @@
+"""Attention's kernels as they are launched, compiled for a GPU that is not there.
+
+    python tests/cuda/compile_all.py ARCHITECTURE
+
+The interpreter takes what the compiler refuses: a name that has two shapes, say. So the operations
+run as on a GPU, with every launch ending where its kernel is compiled.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from quire.ops import Heads, Rope
+from quire.ops.cuda import CudaOps, Machine
+from tests.cuda import pages_rig, sides
+
+
+class Nowhere:
+    """A driver of an architecture, without a GPU."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", int(sys.argv[1]), 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class Described(Machine):
+    """Tensors on the host, and kernels for a GPU."""
+
+    def __init__(self) -> None:
+        self.interpreted, self.device = False, torch.device("cpu")
+
+    @property
+    def launches_ahead(self) -> bool:
+        return int(sys.argv[1]) >= 90
+
+
+def main() -> None:
+    """Every kind of K and V, and dimensions that differ and are no powers of two."""
+    compiled: list[str] = []
+    run = JITFunction.run
+
+    def only_compile(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        run(self, *args, grid=grid, warmup=True, **kwargs)
+        compiled.append(self.__name__)
+
+    JITFunction.run = only_compile  # type: ignore[method-assign]
+    driver.set_active(Nowhere())  # type: ignore[arg-type]
+    ops = CudaOps(Described())
+    sides.cuda = pages_rig.cuda = lambda: ops  # type: ignore[assignment]
+    norms = np.ones((2, 64), np.float32)
+    kinds, plain = ("f16", "f32", "q8_0", "q4_0"), Heads(6, 2, 64, 64, scale=0.125)
+    cases: list[tuple[Heads, str, str, Rope | None, Any]] = [
+        (replace(plain, head_dim_v=96), k, v, None, (None, None))
+        for k, v in product(kinds, kinds) if kinds.index(v) in (kinds.index(k), 0)
+    ]  # fmt: skip
+    for neox in (False, True):
+        rope = pages_rig.full_rope(64, neox, 32)
+        cases.append((replace(plain, softcap=30.0, window=9), "bf16", "bf16", rope, norms))
+    cases.append((Heads(32, 8, 128, 128, scale=0.1), "f16", "f16", None, (None, None)))
+    for heads, k, v, rope, weights in cases:
+        rig = pages_rig.Rig(heads, k, v, rope=rope, norms=tuple(weights))
+        for work in ([(0, 1), (1, 1)], [(0, 80), (1, 1)]):
+            step = rig.tables.add(work)
+            rig.got.run(step, rig.values(len(step[1])))
+            cols = heads.n_heads * heads.head_dim_k
+            rig.got.run(step, rig.values(len(step[1]))[:, :cols].copy(), store=False)
+    print(*sorted(set(compiled)))
+
+
+if __name__ == "__main__":
+    main()
