@@ -13,11 +13,10 @@ run() {
         > "$out/$1.log" 2>&1
     echo "exit $?" >> "$out/$1.log"
 }
-for name in products attention same_bits recurrent convert missing sampling models steps native; do run "test_cuda_$name" & done
+for name in products attention same_bits recurrent convert missing sampling models steps native \
+    sessions memory api; do run "test_cuda_$name" & done
 wait
-run test_cuda_device  # alone: it counts the GPU's free bytes, and takes them all
-run test_cuda_memory
-run test_cuda_api
+run test_cuda_device  # these alone: they count the GPU's free bytes, and take them all
 run test_cuda_placement
 for log in "$out"/test_*.log; do
     echo "== $(basename "$log" .log): $(tail -n 2 "$log" | tr '\n' ' ')"
