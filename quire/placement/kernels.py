@@ -25,8 +25,10 @@ class Kernels:
     @classmethod
     def of(cls, isa: str, threads: int, exact: bool) -> Kernels:
         """By the name of an instruction set."""
-        wide = isa.startswith(("avx512", "amx"))
-        return cls(threads, exact, 16 if wide else 8, 52 if wide else 44, 2 if wide else 1)
+        if isa.startswith("avx512"):
+            return cls(threads, exact, 16, 52, 2)
+        arm = isa in ("neon-dotprod", "i8mm")
+        return cls(threads, exact, 8, 48 if arm else 44, 1)
 
 
 @dataclass(frozen=True)

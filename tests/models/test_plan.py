@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from quire.devices.budget import Budget
 from quire.errors import FileError, RequestError
 from quire.memory.build import attention_layout
 from quire.models.loader import MIXER, OUTPUT, Part
+from quire.placement.kernels import Kernels
 from quire.placement.wanted import DoesNotFit
 from tests import tiny
 from tests.gguf_export import export
@@ -140,3 +142,17 @@ def test_the_command(tmp_path: Path) -> None:
         main, ["run", "hi", "-m", words[1], "-ngl", "99", "--device", "cpu", "-n", "2"]
     )
     assert ran.exit_code == 0 and ran.stderr.count("no GPU") == 1
+
+
+@pytest.mark.parametrize(
+    ("header", "isas"),
+    [("dot_avx512", ["avx512-vnni"]), ("dot_int16", ["avx2", "portable"]),
+     ("dot_neon", ["neon-dotprod", "i8mm"])],
+)  # fmt: skip
+def test_activations_are_counted_as_kernels_keep_them(header: str, isas: list[str]) -> None:
+    """Also of instruction sets that this machine does not have."""
+    text = (Path(__file__).parents[2] / "quire" / "ops" / "csrc" / f"{header}.h").read_text()
+    found = re.search(r"static constexpr int bytes = 32 \+ (\d) \* 4;", text)
+    assert found
+    for isa in isas:
+        assert Kernels.of(isa, 1, False).record == 32 + 4 * int(found[1])
