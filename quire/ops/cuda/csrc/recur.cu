@@ -364,8 +364,8 @@ extern "C" __global__ void __launch_bounds__(128) decode(const RecurArgs a) {
 #pragma unroll
     for (int j = 0; j < PARTS; j++) s[j] = state[(step * PARTS + j) * 128 + threadIdx.x];
     const int column = step * 16 + p.group;
-    Result made = one_row(DELTA ? dot(s, t.k) : 0.f, dot(s, t.q), g, past, v[step], one.u[p.lane8][column],
-                          one.u[p.lane8 + 8][column]);
+    const float by_q = dot(s, t.q), by_k = DELTA ? dot(s, t.k) : 0.f;
+    Result made = one_row(by_k, by_q, g, past, v[step], one.u[p.lane8][column], one.u[p.lane8 + 8][column]);
     if (p.lane8 == 0) out[column] = made.y, kept[column] = made.u;
   }
   if (threadIdx.x == 0 && p.start == 0) keep_gates(a, entry, t.gate, t.rate, g.c, p.head);
