@@ -48,8 +48,10 @@ def short(channels: int, width: int) -> Callable[[Ops], Any]:
 CASES = {
     "delta": delta(2, 4, 32, 32),
     "odd delta": delta(3, 3, 20, 11),
+    "long delta": delta(1, 2, 64, 48),
     "tiled": delta(2, 6, 16, 24, True),
     "ssd": ssd(4, 2, 32, 16),
+    "even ssd": ssd(4, 2, 20, 32),
     "odd ssd": ssd(5, 1, 19, 11),
     "conv": short(70, 3),
     "wide": short(33, 4),

@@ -12,6 +12,7 @@ from quire.ops.cuda.machine import Machine
 from quire.ops.cuda.nvrtc import Kernel, native
 
 THREADS, ROWS, ENTRIES = 128, 32, 16
+RELATED = 2 * ENTRIES + 4
 _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int, ctypes.c_float
 
 
@@ -59,7 +60,7 @@ class Shaped(Protocol):
 def takes(machine: Machine, layer: Shaped, log_tokens: int) -> bool:
     """Whether rows are whole groups of 32 values at multiples of 16 bytes, and logs short."""
     whole = layer.dk % 32 == 0 and layer.dk <= 256 and log_tokens <= ENTRIES
-    aligned = (layer.in_cols | layer.channels | layer.heads * layer.dv) % 4 == 0
+    aligned = (layer.in_cols | layer.channels | layer.dv) % 4 == 0
     return not machine.interpreted and whole and aligned
 
 
@@ -80,6 +81,11 @@ def _parts(layer: Shaped, rows: int) -> int:
 def _shared(layer: Shaped, rows: int) -> int:
     """Bytes of a Log of recur.cu."""
     return 4 * ENTRIES * (layer.dk + rows + 4 + 1)
+
+
+def _chunks(layer: Shaped) -> int:
+    """Bytes of two Chunks of recur.cu: a Log each, with queries, values and what is related."""
+    return 2 * (_shared(layer, ROWS) + 4 * ENTRIES * (layer.dk + ROWS + RELATED + 2))
 
 
 def _columns(layer: Shaped, n_seqs: int, processors: int) -> int:
@@ -117,13 +123,13 @@ def recur(
         grid = _parts(layer, columns_each), n_seqs, 1
         decode.launch(stream, grid, shared, arguments)
         return
-    related = machine.empty(n_tokens, layer.heads, 2 * ENTRIES + 4)
+    related = machine.empty(n_tokens, layer.heads, RELATED)
     arguments.related = related.data_ptr()
     relate = kernel_of(machine, layer, "relate")
     shared = 8 * ENTRIES * (1 + layer.heads // layer.k_heads)
     relate.launch(stream, (n_tokens, layer.k_heads, 1), shared, arguments)
     grid = _parts(layer, ROWS), n_seqs, 1
-    kernel_of(machine, layer, "recur").launch(stream, grid, _shared(layer, ROWS), arguments)
+    kernel_of(machine, layer, "recur").launch(stream, grid, _chunks(layer), arguments)
 
 
 def fold(

@@ -31,7 +31,12 @@ __device__ __forceinline__ void copy16(u32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
-// The same, with zeros instead where nothing is to be read.
+// Through L1: for what was there before any kernel of this step.
+__device__ __forceinline__ void copy4(u32 to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+
+// 16 bytes, or zeros where nothing is to be read.
 __device__ __forceinline__ void copy16_if(u32 to, const void* from, bool inside) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0) : "memory");
 }

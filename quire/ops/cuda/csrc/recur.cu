@@ -46,7 +46,7 @@ struct One {  // what the warps of `decode` tell each other
   float past_k[ENTRIES], past_q[ENTRIES], own_q;
 };
 
-extern __shared__ float4 shared_memory[];  // one Log
+extern __shared__ float4 shared_memory[];
 
 // Where a thread is: in a group of eight, of which there are 16; in a head, from a column on.
 struct Place {
@@ -141,23 +141,21 @@ template <int R> __device__ __forceinline__ void store_state(float4 (*s)[PARTS],
   }
 }
 
-// The first n entries of a log, from where derived values start; zeros behind them.
+// The first n entries of a log, from where derived values start; u is 0 behind them.
 template <int R>
 __device__ __forceinline__ void load_log(Log<R>& log, const float* derived, long long stride, int n, const Place& p) {
   const float* mine = derived + p.group * stride + p.shared * DK;
+  if (p.group < n)
 #pragma unroll
-  for (int j = 0; j < PARTS; j++) {
-    float4 k = p.group < n ? load4(mine + 4 * p.lane8 + 32 * j) : zero4();
-    *(float4*)&log.keys[p.group][4 * p.lane8 + 32 * j] = k;
-  }
+    for (int j = 0; j < PARTS; j++)
+      *(float4*)&log.keys[p.group][4 * p.lane8 + 32 * j] = load4(mine + 4 * p.lane8 + 32 * j);
 #pragma unroll
   for (int i = threadIdx.x; i < ENTRIES * 16 * R; i += 128) {
     int e = i / (16 * R), column = i % (16 * R);
     bool there = e < n && p.start + column < DV;
     log.u[e][column] = there ? load(derived + e * stride + KEYS + p.head * DV + p.start + column) : 0.f;
   }
-  if (threadIdx.x < ENTRIES)
-    log.c[threadIdx.x] = threadIdx.x < n ? load(derived + threadIdx.x * stride + KEYS + VALUES + p.head) : 0.f;
+  if (threadIdx.x < n) log.c[threadIdx.x] = load(derived + threadIdx.x * stride + KEYS + VALUES + p.head);
 }
 
 // A state and the n tokens behind it become a state. All threads have written what is in the log;
@@ -256,15 +254,15 @@ struct Result {
   float y, u;
 };
 
-// One row of the state, and u of the entries lane8 and lane8 + 8 in this row.
-__device__ __forceinline__ Result one_row(const float4* s, const Token& t, const Gates& g, const Past& past, float v,
-                                          float u_low, float u_high) {
+// What a thread has of a row's products with k and q, and u of the entries lane8 and lane8 + 8 there.
+__device__ __forceinline__ Result one_row(float by_k, float by_q, const Gates& g, const Past& past, float v, float u_low,
+                                          float u_high) {
   Result made;
-  float y = __fmul_rn(g.decay, dot(s, t.q));
+  float y = __fmul_rn(g.decay, by_q);
   y = __fmaf_rn(past.q[0], u_low, y);
   y = over_row(__fmaf_rn(past.q[1], u_high, y));
   if (DELTA) {
-    float seen = __fmul_rn(g.decay, dot(s, t.k));
+    float seen = __fmul_rn(g.decay, by_k);
     seen = __fmaf_rn(past.k[0], u_low, seen);
     seen = over_row(__fmaf_rn(past.k[1], u_high, seen));
     made.u = __fmul_rn(g.rate, __fsub_rn(v, seen));
@@ -366,7 +364,8 @@ extern "C" __global__ void __launch_bounds__(128) decode(const RecurArgs a) {
 #pragma unroll
     for (int j = 0; j < PARTS; j++) s[j] = state[(step * PARTS + j) * 128 + threadIdx.x];
     const int column = step * 16 + p.group;
-    Result made = one_row(s, t, g, past, v[step], one.u[p.lane8][column], one.u[p.lane8 + 8][column]);
+    const float by_q = dot(s, t.q), by_k = DELTA ? dot(s, t.k) : 0.f;
+    Result made = one_row(by_k, by_q, g, past, v[step], one.u[p.lane8][column], one.u[p.lane8 + 8][column]);
     if (p.lane8 == 0) out[column] = made.y, kept[column] = made.u;
   }
   if (threadIdx.x == 0 && p.start == 0) keep_gates(a, entry, t.gate, t.rate, g.c, p.head);
@@ -432,82 +431,145 @@ extern "C" __global__ void __launch_bounds__(128) relate(const RecurArgs a) {
   }
 }
 
-// Any tokens of each sequence, after `relate`: block x has 32 rows of a head, block y a sequence.
+// Tokens between two folds, at the places that they have in a log, and what `relate` tells of them.
+struct Chunk {
+  Log<ROWS / 16> log;
+  float queries[ENTRIES][DK], v[ENTRIES][ROWS], related[ENTRIES][RELATED];
+  int page[ENTRIES], slot[ENTRIES];
+};
+
+// Has m tokens from a row on copied, to places from n on.
+__device__ __forceinline__ void fetch(Chunk& to, const RecurArgs& a, int row, int n, int m, const Place& p) {
+  constexpr int VECTORS = DK / 2, NEAR = RELATED / 4;  // copies of a token's key and query; of what is related
+  const float* mixed = a.mixed + (long long)row * a.channels + p.shared * DK;
+  for (int i = threadIdx.x; i < m * VECTORS; i += 128) {
+    const int e = i / VECTORS, at = i % VECTORS * 4;
+    const float* from = mixed + (long long)e * a.channels;
+    if (at < DK) copy16(shared_address(&to.log.keys[n + e][at]), from + (DELTA ? KEYS : VALUES) + at);
+    else copy16(shared_address(&to.queries[n + e][at - DK]), from + (DELTA ? 0 : VALUES + KEYS) + at - DK);
+  }
+  const float* related = a.related + ((long long)row * HEADS + p.head) * RELATED;
+  for (int i = threadIdx.x; i < m * NEAR; i += 128) {
+    const int e = i / NEAR, at = i % NEAR * 4;
+    copy16(shared_address(&to.related[n + e][at]), related + (long long)e * HEADS * RELATED + at);
+  }
+  for (int i = threadIdx.x; i < m * ROWS / 4; i += 128) {
+    const int e = i / (ROWS / 4), column = i % (ROWS / 4) * 4;
+    const bool inside = p.start + column < DV;
+    copy16_if(shared_address(&to.v[n + e][column]), inside ? values_of(a, row + e, p) + p.start + column : a.mixed, inside);
+  }
+  if (threadIdx.x < m) {
+    copy4(shared_address(&to.page[n + threadIdx.x]), a.page + row + threadIdx.x);
+    copy4(shared_address(&to.slot[n + threadIdx.x]), a.slot + row + threadIdx.x);
+  }
+  commit_copies();
+}
+
+// u of the entries lane8 and lane8 + 8, in each of a thread's rows.
+struct Kept {
+  float low[ROWS / 16], high[ROWS / 16];
+};
+
+// Those of a chunk's tokens from place n to place `stop` that are in one half of the log; place 0 has a
+// row. What the state has in them waits for nothing; then each adds what those before it left.
+template <int HALF>
+__device__ __forceinline__ void advance(const RecurArgs& a, const float4 (*s)[PARTS], Kept& u, const Chunk& chunk, int row,
+                                        int n, int stop, float skip, const Place& p) {
+  constexpr int R = ROWS / 16, FIRST = 8 * HALF;
+  float by_k[R][8], by_q[R][8];
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    const int e = FIRST + i;
+    if (e < n || e >= stop) continue;
+    float4 k[PARTS], q[PARTS];
+#pragma unroll
+    for (int j = 0; j < PARTS; j++) {
+      k[j] = *(const float4*)&chunk.log.keys[e][4 * p.lane8 + 32 * j];
+      q[j] = *(const float4*)&chunk.queries[e][4 * p.lane8 + 32 * j];
+    }
+#pragma unroll
+    for (int r = 0; r < R; r++) by_k[r][i] = DELTA ? dot(s[r], k) : 0.f, by_q[r][i] = dot(s[r], q);
+  }
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    const int e = FIRST + i;
+    if (e < n || e >= stop) continue;
+    const float* near = chunk.related[e];
+    const float4 told = *(const float4*)(near + 2 * ENTRIES);
+    const Gates g = {told.x, told.y, told.w, told.z, skip};
+    Past past = {{near[p.lane8], near[p.lane8 + 8]}, {near[ENTRIES + p.lane8], near[ENTRIES + p.lane8 + 8]},
+                 near[ENTRIES + e]};
+    const bool mine = p.lane8 == i;
+    if (mine) past.q[HALF] = 0.f;
+    float* entry = entry_of(a, chunk.page[e], chunk.slot[e]) + a.cols + KEYS + p.head * DV;
+    float* out = a.out + (long long)(row + e) * VALUES + p.head * DV;
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+      const int at = 16 * r + p.group;
+      Result made = one_row(by_k[r][i], by_q[r][i], g, past, chunk.v[e][at], u.low[r], u.high[r]);
+      if (mine) (HALF ? u.high[r] : u.low[r]) = made.u;
+      if (p.lane8 == 0 && p.start + at < DV) {
+        out[p.start + at] = made.y;
+        if (chunk.page[e] >= 0) entry[p.start + at] = made.u;
+      }
+    }
+  }
+}
+
+// Any tokens of each sequence, after `relate`: block x has some rows of a head, block y a sequence.
+// Tokens come in chunks between folds; the next one is on its way while one is worked on.
 extern "C" __global__ void __launch_bounds__(128, 3) recur(const RecurArgs a) {
   constexpr int R = ROWS / 16;
-  Log<R>& log = *(Log<R>*)shared_memory;
+  Chunk* chunks = (Chunk*)shared_memory;
   const Place p = place<ROWS>();
   const int seq = blockIdx.y;
   wait_for_previous();
   let_next_start();
-  const int first = a.first[seq], count = a.count[seq], state_out = a.state_out[seq];
+  const int first = a.first[seq], count = a.count[seq], state_out = a.state_out[seq], end = a.state_end[seq];
   if (!count) return;
   if (a.page[first] < 0 && state_out < 0) return zeros(a, first, count, p.head, p.start, ROWS);
+  int n = a.length[seq], room = a.room[seq], turn = 0;
+  int m = end == 0 ? 0 : min(room - n, end > 0 ? end : count);
+  fetch(chunks[0], a, first, n, m, p);
   float4 s[R][PARTS];
-  const int state_in = a.state_in[seq], end = a.state_end[seq];
+  const int state_in = a.state_in[seq];
   load_state<R>(s, a.states + state_in * a.state_words + a.state_at, p, state_in >= 0);
-  int n = a.length[seq], room = a.room[seq];
-  int column[2] = {p.start + p.group, p.start + p.group + 16};
-  int inside[2] = {column[0] < DV ? column[0] : 0, column[1] < DV ? column[1] : 0};
-  Token token;  // loaded one ahead, since it comes from far away
-  Past past;
-  float4 gates;
-  float v[2];
-  int page, slot;
-  auto fetch = [&](int row) {
-    const float* from = a.related + ((long long)row * HEADS + p.head) * RELATED;
-    load_vectors(token, a, row, p);
-    past.k[0] = load(from + p.lane8), past.k[1] = load(from + p.lane8 + 8);
-    past.q[0] = load(from + ENTRIES + p.lane8), past.q[1] = load(from + ENTRIES + p.lane8 + 8);
-    gates = load4(from + 2 * ENTRIES);
-    for (int r = 0; r < 2; r++) v[r] = load(values_of(a, row, p) + inside[r]);
-    page = a.page[row], slot = a.slot[row];
-  };
-  fetch(first);
-  load_log(log, a.logs + a.log_in[seq] * a.log_words + a.log_at + a.cols, a.log_stride, n, p);
+  load_log(chunks[0].log, a.logs + a.log_in[seq] * a.log_words + a.log_at + a.cols, a.log_stride, n, p);
   const float skip = DELTA ? 0.f : a.skip[p.head];
   __syncthreads();
-  for (int i = 0; i < count; i++) {
-    if (n == room || i == end) {
-      __syncthreads();
-      fold_log(s, log, n, p);
-      __syncthreads();
-      n = 0, room = a.log_tokens;
-      if (i == end) store_state<R>(s, a.states + state_out * a.state_words + a.state_at, p);
-    }
-    const int row = first + i;
-    const Token t = token;
-    Past now = past;
-    const Gates g = {gates.x, gates.y, gates.w, gates.z, skip};
-    const float mine[2] = {v[0], v[1]};
-    const bool keeps = page >= 0;
-    float* entry = entry_of(a, page, slot);
-    if (i + 1 < count) fetch(row + 1);
-    now.own = __shfl_sync(~0u, n < 8 ? now.q[0] : now.q[1], (threadIdx.x & 24) | (n & 7));
-    if (p.lane8 == (n & 7)) (n < 8 ? now.q[0] : now.q[1]) = 0.f;
-    if (p.group == n) {  // for the next fold
-      if (p.lane8 == 0) log.c[n] = g.c;
+  Kept u;
 #pragma unroll
-      for (int j = 0; j < PARTS; j++) *(float4*)&log.keys[n][4 * p.lane8 + 32 * j] = t.k[j];
-    }
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      Result made = one_row(s[r], t, g, now, mine[r], log.u[p.lane8][16 * r + p.group],
-                            log.u[p.lane8 + 8][16 * r + p.group]);
-      if (p.lane8 == 0 && column[r] < DV) {
-        a.out[(long long)row * VALUES + p.head * DV + column[r]] = made.y;
-        if (keeps) entry[a.cols + KEYS + p.head * DV + column[r]] = made.u;
-      }
-      __syncwarp();
-      if (p.lane8 == 0) log.u[n][16 * r + p.group] = made.u;
-    }
-    __syncwarp();
-    n++;
+  for (int r = 0; r < R; r++) {
+    const int at = 16 * r + p.group;
+    u.low[r] = chunks[0].log.u[p.lane8][at], u.high[r] = chunks[0].log.u[p.lane8 + 8][at];
   }
-  if (end == count) {
+  for (int i = 0; i < count;) {
+    Chunk& chunk = chunks[turn];
+    wait_copies<0>();
     __syncthreads();
-    fold_log(s, log, n, p);
-    store_state<R>(s, a.states + state_out * a.state_words + a.state_at, p);
+    const int after = i + m;
+    const bool folds = after == end || (n + m == room && after < count);
+    int next = 0;
+    if (after < count) next = min(a.log_tokens, (end > after ? end : count) - after);
+    turn ^= 1;
+    fetch(chunks[turn], a, first + after, 0, next, p);
+    advance<0>(a, s, u, chunk, first + i - n, n, n + m, skip, p);
+    advance<1>(a, s, u, chunk, first + i - n, n, n + m, skip, p);
+    n += m;
+    if (folds) {
+#pragma unroll
+      for (int r = 0; r < R; r++) {
+        const int at = 16 * r + p.group;
+        chunk.log.u[p.lane8][at] = u.low[r], chunk.log.u[p.lane8 + 8][at] = u.high[r];
+        u.low[r] = u.high[r] = 0.f;
+      }
+      if (threadIdx.x < n && threadIdx.x >= n - m) chunk.log.c[threadIdx.x] = chunk.related[threadIdx.x][2 * ENTRIES];
+      __syncthreads();
+      fold_log(s, chunk.log, n, p);
+      if (after == end) store_state<R>(s, a.states + state_out * a.state_words + a.state_at, p);
+      n = 0, room = a.log_tokens;
+    }
+    i = after, m = next;
   }
 }
 

@@ -1,0 +1,52 @@
+"""The recurrent kernels in CUDA C++, run without a GPU: see emulated.h for what that shows."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from quire.ops.cuda import recur_native
+from tests.cuda import emulated
+from tests.cuda import test_cuda_recurrent as recurrent
+from tests.cuda.sides import GPU, cuda, same_bits
+
+pytestmark = pytest.mark.skipif(GPU or not emulated.COMPILER, reason="a GPU, or no compiler")
+CASES = ["delta", "long delta", "even ssd"]
+
+
+@pytest.fixture(autouse=True)
+def native(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Kernels that are launched natively; the others are interpreted."""
+    launched: list[str] = []
+
+    def kernel_of(machine: object, layer: object, name: str, columns: int = 16) -> object:
+        launched.append(name)
+        return emulated.kernel_of(machine, layer, name, columns)  # type: ignore[arg-type]
+
+    gpu = SimpleNamespace(stream=0, processors=132)
+    monkeypatch.setattr(recur_native, "native", lambda device: gpu)
+    monkeypatch.setattr(recur_native, "takes", emulated.takes_too)
+    monkeypatch.setattr(recur_native, "kernel_of", kernel_of)
+    return launched
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_they_match_the_reference(case: str, native: list[str]) -> None:
+    recurrent.test_matches_the_reference(case)
+    assert {"relate", "recur", "fold"} <= set(native)
+
+
+@pytest.mark.parametrize("case", CASES[1:])
+def test_pieces_company_and_drafts_change_no_bit(case: str) -> None:
+    x = recurrent.inputs(13, recurrent.CASES[case](cuda()).in_cols)
+    want = recurrent.in_pieces(case, x, [13])
+    for pieces in ([1] * 13, [2, 8, 3]):
+        same_bits(recurrent.in_pieces(case, x, pieces), want)
+    same_bits(recurrent.in_pieces(case, x, [6, 7], company=True), want)
+    same_bits(recurrent.drafted(case, x, 4), want)
+
+
+def test_what_fills_a_step_up_writes_nothing() -> None:
+    recurrent.test_padding_writes_nothing()
+    recurrent.test_a_shape_that_is_filled_up_computes_the_same()
