@@ -1,0 +1,458 @@
+// Attention of one token of each sequence, from q, k and v to the output. A block has eight warps; it takes
+// some spans of slots of one KV head, a tile after the other: each warp scores slots that it fetched itself,
+// then each sums a part of the dimensions. Its arithmetic, and so every bit, is that of kernels/attend.py:
+// products in steps of 16, blocks of BN slots that fade what came before, spans that start afresh and are
+// merged in order. TYPE, DIMS, STAGES and BLOCKS come from the host.
+
+struct AttendArgs {
+  const float* qkv;
+  float* out;
+  float *parts, *tops, *masses;  // of spans that other blocks merge: [spans, queries, DIMS], [spans, queries]
+  int* arrived;                  // [sequences, KV heads]: 0 between launches
+  u8* base;                      // where page 0 lies
+  const int *tables, *first, *length, *slots, *positions;
+  const float *q_norm, *k_norm;  // null: none
+  const float* rope;             // [sequences, n_rot]
+  long long page_bytes, k_offset, v_offset, stride;
+  int seqs, table_cols, heads, kv_heads, page_tokens, n_rot, neox, store, window;
+  int least;                     // spans that a block takes at least
+  float eps, scale;
+};
+
+constexpr int WARPS = THREADS / 32;
+constexpr int SPAN = 128;
+constexpr int BN = DIMS > 128 ? 32 : 64;
+constexpr int TILE = 2 * BN;                // slots; keys of a tile are one stage, its values the next
+constexpr int ROW = DIMS * 2;               // bytes
+constexpr int CHUNKS = DIMS / 8;            // of 16 bytes in a row
+constexpr int MINE = TILE / WARPS;          // slots that a warp fetches and scores
+constexpr int SCORED = MINE / 8, SUMMED = DIMS / WARPS / 8, STEPS = DIMS / 16;
+constexpr int STAGE = TILE * ROW;
+constexpr int Q_ROW = ROW + 16, P_ROW = TILE * 2 + 16;  // apart by 16 bytes, so that eight rows share no bank
+constexpr int Q_AT = STAGES * STAGE, P_AT = Q_AT + 16 * Q_ROW, NEW_AT = P_AT + 16 * P_ROW, MAX_AT = NEW_AT + 2 * ROW;
+#define NONE __int_as_float(0xff800000)
+
+extern __shared__ __align__(128) u8 memory[];
+
+__device__ __forceinline__ int load_int(const int* at) {
+  int v;
+  asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ float2 load2(const float* at) {
+  float2 v;
+  asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(at) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void load_tiles(u32 r[4], u32 at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+}
+
+__device__ __forceinline__ void load_turned(u32 r[4], u32 at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+}
+
+__device__ __forceinline__ float exponential(float x) {
+  float e;
+  asm("ex2.approx.f32 %0, %1;" : "=f"(e) : "f"(__fmul_rn(x, 1.4426950408889634f)));
+  return e;
+}
+
+__device__ __forceinline__ float divided(float a, float b) {
+  float c;
+  asm("div.full.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+  return c;
+}
+
+__device__ __forceinline__ float finite(float top) { return top == NONE ? 0.0f : top; }
+
+// What is known of a query, and how one more span joins it.
+struct Known {
+  float best = NONE, total = 0.0f, before, now;
+  __device__ __forceinline__ void join(float most, float mass) {
+    const float top = fmaxf(best, most), safe = finite(top);
+    before = exponential(__fsub_rn(best, safe));
+    now = exponential(__fsub_rn(most, safe));
+    total = __fmaf_rn(total, before, __fmul_rn(mass, now));
+    best = top;
+  }
+  __device__ __forceinline__ float joined(float sum, float part) const { return __fmaf_rn(sum, before, __fmul_rn(part, now)); }
+  __device__ __forceinline__ float result(float sum) const { return total == 0.0f ? 0.0f : divided(sum, total); }
+};
+
+// The inverse root of a row's mean square, which is added in integers: see kernels/heads.py.
+__device__ __forceinline__ float inverse_root(const float y[DIMS / 32], float eps) {
+  u32 most = 0;
+#pragma unroll
+  for (int i = 0; i < DIMS / 32; ++i) most = max(most, __float_as_uint(y[i]) & 0x7fffffffu);
+  const int exponent = min(max((int)(__reduce_max_sync(~0u, most) >> 23), 30), 250);
+  const float scale = __int_as_float((274 - exponent) << 23), inverse = __int_as_float((exponent - 20) << 23);
+  u64 sum = 0;
+#pragma unroll
+  for (int i = 0; i < DIMS / 32; ++i) {
+    const float x = __fmul_rn(y[i], scale);
+    sum += (u64)__float2ll_rz(__fmul_rn(x, x));
+  }
+  const u32 low = __reduce_add_sync(~0u, (u32)sum & 0x3ffffffu), high = __reduce_add_sync(~0u, (u32)(sum >> 26));
+  const float total = __ll2float_rn((long long)(((u64)high << 26) + low));
+  const float mean = divided(__fmul_rn(__fmul_rn(total, inverse), inverse), (float)DIMS);
+  return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(mean, eps)));
+}
+
+// A row of a head, normed and rotated: a lane has dimensions lane, lane + 32, …
+__device__ __forceinline__ void turned(float y[DIMS / 32], const AttendArgs& a, const float* x, const float* norm, int lane) {
+  const float* table = a.rope + (u64)blockIdx.x * a.n_rot;
+  const int half = a.n_rot / 2;
+  float z[DIMS / 32], w[DIMS / 32], w_z[DIMS / 32], cosine[DIMS / 32], sine[DIMS / 32];
+#pragma unroll
+  for (int i = 0; i < DIMS / 32; ++i) {
+    const int d = i * 32 + lane;
+    const bool turns = d < a.n_rot, second = a.neox ? d >= half : d % 2 == 1;
+    const int step = a.neox ? half : 1, other = second ? d - step : d + step, pair = a.neox ? min(d, other) : d / 2;
+    y[i] = load(x + d);
+    z[i] = turns ? load(x + other) : 0.0f;
+    w[i] = norm ? load(norm + d) : 1.0f;
+    w_z[i] = norm && turns ? load(norm + other) : 0.0f;
+    cosine[i] = turns ? load(table + pair) : 1.0f;
+    sine[i] = turns ? load(table + half + pair) : 0.0f;
+    if (!second) sine[i] = -sine[i];
+  }
+  if (norm) {
+    const float inverse = inverse_root(y, a.eps);
+#pragma unroll
+    for (int i = 0; i < DIMS / 32; ++i) {
+      y[i] = __fmul_rn(__fmul_rn(y[i], inverse), w[i]);
+      z[i] = __fmul_rn(__fmul_rn(z[i], inverse), w_z[i]);
+    }
+  }
+  if (a.n_rot)
+#pragma unroll
+    for (int i = 0; i < DIMS / 32; ++i) y[i] = __fmaf_rn(y[i], cosine[i], __fmul_rn(z[i], sine[i]));
+}
+
+struct Decode {
+  typedef TYPE T;
+
+  const AttendArgs& a;
+  const int warp, lane, seq, head, group;
+  int shift, low, high;          // visible slots; the token's own is the last of them
+  int span_from, span_to;        // that there are
+  int my_from, my_to, programs;  // that this block takes; blocks that share them
+  int tiles, start;              // this block's, and the slot that the first of them begins with
+  int pages[2], next[2];         // that the warp's slots of a tile lie in: of the next to fetch, and the one after
+
+  __device__ __forceinline__ Decode(const AttendArgs& args)
+      : a(args), warp(threadIdx.x / 32), lane(threadIdx.x % 32), seq(blockIdx.x), head(blockIdx.y),
+        group(args.heads / args.kv_heads) {}
+
+  __device__ __forceinline__ u32 ring(int unit) const { return shared_address(memory) + unit % STAGES * STAGE; }
+  __device__ __forceinline__ bool owner() const { return my_to == span_to; }
+
+  // Which spans are this block's; false if none.
+  __device__ __forceinline__ bool place() {
+    const int where = load_int(a.slots + seq), slots = load_int(a.length + seq);
+    const int begin = load_int(a.first + seq), position = load_int(a.positions + seq);
+    shift = begin % SPAN;
+    high = min(slots, position - begin + 1);
+    low = a.window > 0 ? max(position - a.window + 1 - begin, 0) : 0;
+    span_from = (low + shift) / SPAN;
+    span_to = (high + shift + SPAN - 1) / SPAN;
+    const int count = span_to - span_from, per = max((count + (int)gridDim.z - 1) / (int)gridDim.z, a.least);
+    programs = (count + per - 1) / per;
+    my_from = span_from + (int)blockIdx.z * per;
+    my_to = min(my_from + per, span_to);
+    tiles = (my_to - my_from) * (SPAN / TILE);
+    start = my_from * SPAN - shift;
+    return where >= 0 && my_from < my_to;
+  }
+
+  __device__ __forceinline__ int first_slot(int tile) const { return start + tile * TILE + warp * MINE; }
+
+  __device__ __forceinline__ void find_pages(int tile, int found[2]) const {
+    const int page = max(first_slot(tile), 0) / a.page_tokens, used = tile < tiles ? (high - 1) / a.page_tokens : -1;
+    const int* table = a.tables + (u64)seq * a.table_cols + page;
+    found[0] = page <= used ? load_int(table) : 0;
+    found[1] = page < used ? load_int(table + 1) : 0;
+  }
+
+  // Keys of a tile are one unit, its values the next. Slots that are not seen become zeros, and so does the
+  // token's own, which is not there yet.
+  __device__ __forceinline__ void fetch(int unit) {
+    const int tile = unit / 2;
+    if (tile < tiles) {
+      const int slot = first_slot(tile), page = max(slot, 0) / a.page_tokens, edge = (page + 1) * a.page_tokens;
+      const u8* part = a.base + (unit % 2 ? a.v_offset : a.k_offset) + (long long)head * a.page_tokens * ROW;
+      const u8* here = part + pages[0] * a.page_bytes - (long long)(edge - a.page_tokens) * ROW;
+      const u8* there = part + pages[1] * a.page_bytes - (long long)edge * ROW;
+#pragma unroll
+      for (int i = 0; i < MINE * CHUNKS / 32; ++i) {
+        const int r = (i * 32 + lane) / CHUNKS, chunk = (i * 32 + lane) % CHUNKS, at = slot + r;
+        const u32 to = ring(unit) + (warp * MINE + r) * ROW + ((chunk ^ (r & 7)) << 4);
+        copy16_if(to, (at < edge ? here : there) + (long long)at * ROW + chunk * 16, at >= low && at < high - 1);
+      }
+      if (unit % 2) {
+        pages[0] = next[0], pages[1] = next[1];
+        find_pages(tile + 2, next);
+      }
+    }
+    commit_copies();
+  }
+
+  // A query, or the token's own key or value, which its page gets too.
+  __device__ __forceinline__ void take(int r) const {
+    u8* to = memory + (r < group ? Q_AT + r * Q_ROW : NEW_AT + (r - group) * ROW);
+    u8* stored = nullptr;
+    if (r >= group) {
+      const int where = load_int(a.slots + seq), page = where / a.page_tokens, slot = where % a.page_tokens;
+      stored = a.base + page * a.page_bytes + (r == group ? a.k_offset : a.v_offset) +
+               ((long long)head * a.page_tokens + slot) * ROW;
+      if (!a.store) {
+        if (lane < CHUNKS) *(float4*)(to + lane * 16) = load4((const float*)(stored + lane * 16));
+        return;
+      }
+    }
+    const int which = r < group ? head * group + r : r == group ? a.heads + head : a.heads + a.kv_heads + head;
+    const float* x = a.qkv + seq * a.stride + (long long)which * DIMS;
+    float y[DIMS / 32];
+    if (r <= group)
+      turned(y, a, x, r < group ? a.q_norm : a.k_norm, lane);
+    else
+#pragma unroll
+      for (int i = 0; i < DIMS / 32; ++i) y[i] = load(x + i * 32 + lane);
+#pragma unroll
+    for (int i = 0; i < DIMS / 32; ++i) {
+      const u16 bits = (u16)T::pack(y[i], 0.0f);
+      ((u16*)to)[i * 32 + lane] = bits;
+      if (stored) ((u16*)stored)[i * 32 + lane] = bits;
+    }
+  }
+
+  // Waits for what this warp fetched; the token's own key or value goes where its slot was left empty.
+  __device__ __forceinline__ void arrive(int unit) const {
+    wait_copies<STAGES - 1>();
+    __syncwarp();
+    const int row = high - 1 - (start + unit / 2 * TILE);
+    if (owner() && row >= 0 && row < TILE && row / MINE == warp && lane < CHUNKS) {
+      u8* to = memory + unit % STAGES * STAGE + row * ROW + ((lane ^ (row & 7)) << 4);
+      *(uint4*)to = *(const uint4*)(memory + NEW_AT + unit % 2 * ROW + lane * 16);
+    }
+  }
+
+  // Scores of the warp's slots, and the largest of each query in shared memory.
+  __device__ __forceinline__ void score(int tile, const u32 q[STEPS][4], float s[SCORED][4]) const {
+    const u32 keys = ring(2 * tile) + (warp * MINE + lane % 8) * ROW;
+#pragma unroll
+    for (int n = 0; n < SCORED; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
+#pragma unroll
+    for (int step = 0; step < STEPS; step += 2)
+#pragma unroll
+      for (int n = 0; n < SCORED; ++n) {
+        u32 k[4];
+        load_tiles(k, keys + n * 8 * ROW + (((step * 2 + lane / 8) ^ (lane % 8)) << 4));
+        T::multiply(s[n], q[step], k[0], k[1]);
+        T::multiply(s[n], q[step + 1], k[2], k[3]);
+      }
+    float most[2] = {NONE, NONE};
+#pragma unroll
+    for (int n = 0; n < SCORED; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int slot = first_slot(tile) + n * 8 + lane % 4 * 2 + i % 2;
+        s[n][i] = slot >= low && slot < high ? __fmul_rn(s[n][i], a.scale) : NONE;
+        most[i / 2] = fmaxf(most[i / 2], s[n][i]);
+      }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      most[i] = fmaxf(most[i], __shfl_xor_sync(~0u, most[i], 2));
+      most[i] = fmaxf(most[i], __shfl_xor_sync(~0u, most[i], 1));
+      if (lane % 4 == 0) ((float*)(memory + MAX_AT))[(lane / 4 + i * 8) * WARPS + warp] = most[i];
+    }
+  }
+
+  // Scores become weights in shared memory: below the largest of their block and those before it.
+  __device__ __forceinline__ void weigh(const float s[SCORED][4], float most[2], float fade[2][2]) const {
+    float safe[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float4* of = (const float4*)(memory + MAX_AT) + (lane / 4 + i * 8) * 2;
+#pragma unroll
+      for (int block = 0; block < 2; ++block) {
+        const float4 m = of[block];
+        const float top = fmaxf(fmaxf(most[i], fmaxf(m.x, m.y)), fmaxf(m.z, m.w));
+        fade[block][i] = exponential(__fsub_rn(most[i], finite(top)));
+        if (warp / (WARPS / 2) == block) safe[i] = finite(top);
+        most[i] = top;
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < SCORED; ++n)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float p0 = exponential(__fsub_rn(s[n][2 * i], safe[i])), p1 = exponential(__fsub_rn(s[n][2 * i + 1], safe[i]));
+        u8* to = memory + P_AT + (lane / 4 + i * 8) * P_ROW + (warp * MINE + n * 8 + lane % 4 * 2) * 2;
+        *(u32*)to = T::pack(p0, p1);
+      }
+  }
+
+  // The warp's dimensions of the sum of values, and the mass of the weights.
+  __device__ __forceinline__ void sum(int tile, const float fade[2][2], float mass[4], float part[SUMMED][4]) const {
+    const u32 weights = shared_address(memory) + P_AT + lane % 16 * P_ROW + lane / 16 * 16, one = T::pack(1.0f, 1.0f);
+    const u32 values = ring(2 * tile + 1) + lane * ROW;
+#pragma unroll
+    for (int block = 0; block < 2; ++block) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        mass[i] = __fmul_rn(mass[i], fade[block][i / 2]);
+#pragma unroll
+        for (int n = 0; n < SUMMED; ++n) part[n][i] = __fmul_rn(part[n][i], fade[block][i / 2]);
+      }
+#pragma unroll
+      for (int slot = block * BN; slot < (block + 1) * BN; slot += 32) {
+        u32 p[2][4];
+        load_tiles(p[0], weights + slot * 2);
+        load_tiles(p[1], weights + slot * 2 + 32);
+        T::multiply(mass, p[0], one, one);
+        T::multiply(mass, p[1], one, one);
+#pragma unroll
+        for (int n = 0; n < SUMMED; ++n) {
+          u32 v[4];
+          load_turned(v, values + slot * ROW + (((warp * SUMMED + n) ^ (lane & 7)) << 4));
+          T::multiply(part[n], p[0], v[0], v[1]);
+          T::multiply(part[n], p[1], v[2], v[3]);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ long long query(int row) const { return (long long)seq * a.heads + head * group + row; }
+
+  // Hands `put(query, dimension, index)` each pair of sums that this thread has.
+  template <class Put> __device__ __forceinline__ void each(Put put) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      if (lane / 4 + i * 8 < group)
+#pragma unroll
+        for (int n = 0; n < SUMMED; ++n) put(query(lane / 4 + i * 8), (warp * SUMMED + n) * 8 + lane % 4 * 2, n, i);
+  }
+
+  __device__ __forceinline__ void keep(int span, const float most[2], const float mass[4], const float part[SUMMED][4]) const {
+    const long long at = (long long)span * a.seqs * a.heads;
+    each([&](long long q, int d, int n, int i) {
+      *(float2*)(a.parts + (at + q) * DIMS + d) = {part[n][2 * i], part[n][2 * i + 1]};
+      if (d == 0) a.tops[at + q] = most[i], a.masses[at + q] = mass[2 * i];
+    });
+  }
+
+  // Whether this block came last of those that share the spans of a head; then all are kept.
+  __device__ __forceinline__ bool came_last() const {
+    __shared__ int last;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      int* counter = a.arrived + (u64)seq * a.kv_heads + head;
+      __threadfence();
+      last = atomicAdd(counter, 1) == programs - 1;
+      __threadfence();
+      if (last) *counter = 0;
+    }
+    __syncthreads();
+    return last;
+  }
+
+  // Joins all spans in order, eight at a time in flight.
+  __device__ __forceinline__ void merge() const {
+    for (int i = threadIdx.x * 2; i < group * DIMS; i += THREADS * 2) {
+      const long long q = query(i / DIMS), step = (long long)a.seqs * a.heads;
+      Known known;
+      float2 result = {0.0f, 0.0f};
+      for (int from = span_from; from < span_to; from += 8) {
+        float most[8], mass[8];
+        float2 part[8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j)
+          if (from + j < span_to) {
+            const long long at = (from + j) * step + q;
+            most[j] = load(a.tops + at), mass[j] = load(a.masses + at);
+            part[j] = load2(a.parts + at * DIMS + i % DIMS);
+          }
+#pragma unroll
+        for (int j = 0; j < 8; ++j)
+          if (from + j < span_to) {
+            known.join(most[j], mass[j]);
+            result.x = known.joined(result.x, part[j].x), result.y = known.joined(result.y, part[j].y);
+          }
+      }
+      *(float2*)(a.out + q * DIMS + i % DIMS) = {known.result(result.x), known.result(result.y)};
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    let_next_start();
+    if (!place()) return;
+    find_pages(0, pages);
+    find_pages(1, next);
+#pragma unroll
+    for (int unit = 0; unit < STAGES; ++unit) fetch(unit);
+    for (int i = threadIdx.x; i < 16 * Q_ROW / 16; i += THREADS) ((uint4*)(memory + Q_AT))[i] = {0, 0, 0, 0};
+    __syncthreads();
+    wait_for_previous();
+    for (int r = warp; r < group + (owner() ? 2 : 0); r += WARPS) take(r);
+    __syncthreads();
+    u32 q[STEPS][4];
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step)
+      load_tiles(q[step], shared_address(memory) + Q_AT + lane % 16 * Q_ROW + lane / 16 * 16 + step * 32);
+    Known known[2];
+    float most[2], mass[4], part[SUMMED][4], result[SUMMED][4] = {};
+    for (int tile = 0; tile < tiles; ++tile) {
+      if (tile % (SPAN / TILE) == 0) {
+        most[0] = most[1] = NONE;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          mass[i] = 0.0f;
+#pragma unroll
+          for (int n = 0; n < SUMMED; ++n) part[n][i] = 0.0f;
+        }
+      }
+      float s[SCORED][4], fade[2][2];
+      arrive(2 * tile);
+      __syncwarp();
+      score(tile, q, s);
+      __syncthreads();
+      fetch(2 * tile + STAGES);
+      weigh(s, most, fade);
+      arrive(2 * tile + 1);
+      __syncthreads();
+      sum(tile, fade, mass, part);
+      __syncthreads();
+      fetch(2 * tile + 1 + STAGES);
+      if (tile % (SPAN / TILE) != SPAN / TILE - 1) continue;
+      if (programs > 1) {
+        keep(my_from + tile / (SPAN / TILE), most, mass, part);
+        continue;
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        known[i].join(most[i], mass[2 * i]);
+#pragma unroll
+        for (int n = 0; n < SUMMED; ++n)
+#pragma unroll
+          for (int j = 2 * i; j < 2 * i + 2; ++j) result[n][j] = known[i].joined(result[n][j], part[n][j]);
+      }
+    }
+    if (programs > 1) {
+      if (came_last()) merge();
+      return;
+    }
+    each([&](long long q, int d, int n, int i) {
+      *(float2*)(a.out + q * DIMS + d) = {known[i].result(result[n][2 * i]), known[i].result(result[n][2 * i + 1])};
+    });
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __grid_constant__ AttendArgs a) {
+  Decode(a).run();
+}
