@@ -4,136 +4,6 @@
 // products in steps of 16, blocks of BN slots that fade what came before, spans that start afresh and are
 // merged in order. TYPE, DIMS, STAGES and BLOCKS come from the host.
 
-struct AttendArgs {
-  const float* qkv;
-  float* out;
-  float *parts, *tops, *masses;  // of spans that other blocks merge: [spans, queries, DIMS], [spans, queries]
-  int* arrived;                  // [sequences, KV heads]: 0 between launches
-  u8* base;                      // where page 0 lies
-  const int *tables, *first, *length, *slots, *positions;
-  const float *q_norm, *k_norm;  // null: none
-  const float* rope;             // [sequences, n_rot]
-  long long page_bytes, k_offset, v_offset, stride;
-  int seqs, table_cols, heads, kv_heads, page_tokens, n_rot, neox, store, window;
-  int least;                     // spans that a block takes at least
-  float eps, scale;
-};
-
-constexpr int WARPS = THREADS / 32;
-constexpr int SPAN = 128;
-constexpr int BN = DIMS > 128 ? 32 : 64;
-constexpr int TILE = 2 * BN;                // slots; keys of a tile are one stage, its values the next
-constexpr int ROW = DIMS * 2;               // bytes
-constexpr int CHUNKS = DIMS / 8;            // of 16 bytes in a row
-constexpr int MINE = TILE / WARPS;          // slots that a warp fetches and scores
-constexpr int SCORED = MINE / 8, SUMMED = DIMS / WARPS / 8, STEPS = DIMS / 16;
-constexpr int STAGE = TILE * ROW;
-constexpr int Q_ROW = ROW + 16, P_ROW = TILE * 2 + 16;  // apart by 16 bytes, so that eight rows share no bank
-constexpr int Q_AT = STAGES * STAGE, P_AT = Q_AT + 16 * Q_ROW, NEW_AT = P_AT + 16 * P_ROW, MAX_AT = NEW_AT + 2 * ROW;
-#define NONE __int_as_float(0xff800000)
-
-extern __shared__ __align__(128) u8 memory[];
-
-__device__ __forceinline__ int load_int(const int* at) {
-  int v;
-  asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
-  return v;
-}
-
-__device__ __forceinline__ float2 load2(const float* at) {
-  float2 v;
-  asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(at) : "memory");
-  return v;
-}
-
-__device__ __forceinline__ void load_tiles(u32 r[4], u32 at) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
-}
-
-__device__ __forceinline__ void load_turned(u32 r[4], u32 at) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
-}
-
-__device__ __forceinline__ float exponential(float x) {
-  float e;
-  asm("ex2.approx.f32 %0, %1;" : "=f"(e) : "f"(__fmul_rn(x, 1.4426950408889634f)));
-  return e;
-}
-
-__device__ __forceinline__ float divided(float a, float b) {
-  float c;
-  asm("div.full.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
-  return c;
-}
-
-__device__ __forceinline__ float finite(float top) { return top == NONE ? 0.0f : top; }
-
-// What is known of a query, and how one more span joins it.
-struct Known {
-  float best = NONE, total = 0.0f, before, now;
-  __device__ __forceinline__ void join(float most, float mass) {
-    const float top = fmaxf(best, most), safe = finite(top);
-    before = exponential(__fsub_rn(best, safe));
-    now = exponential(__fsub_rn(most, safe));
-    total = __fmaf_rn(total, before, __fmul_rn(mass, now));
-    best = top;
-  }
-  __device__ __forceinline__ float joined(float sum, float part) const { return __fmaf_rn(sum, before, __fmul_rn(part, now)); }
-  __device__ __forceinline__ float result(float sum) const { return total == 0.0f ? 0.0f : divided(sum, total); }
-};
-
-// The inverse root of a row's mean square, which is added in integers: see kernels/heads.py.
-__device__ __forceinline__ float inverse_root(const float y[DIMS / 32], float eps) {
-  u32 most = 0;
-#pragma unroll
-  for (int i = 0; i < DIMS / 32; ++i) most = max(most, __float_as_uint(y[i]) & 0x7fffffffu);
-  const int exponent = min(max((int)(__reduce_max_sync(~0u, most) >> 23), 30), 250);
-  const float scale = __int_as_float((274 - exponent) << 23), inverse = __int_as_float((exponent - 20) << 23);
-  u64 sum = 0;
-#pragma unroll
-  for (int i = 0; i < DIMS / 32; ++i) {
-    const float x = __fmul_rn(y[i], scale);
-    sum += (u64)__float2ll_rz(__fmul_rn(x, x));
-  }
-  const u32 low = __reduce_add_sync(~0u, (u32)sum & 0x3ffffffu), high = __reduce_add_sync(~0u, (u32)(sum >> 26));
-  const float total = __ll2float_rn((long long)(((u64)high << 26) + low));
-  const float mean = divided(__fmul_rn(__fmul_rn(total, inverse), inverse), (float)DIMS);
-  return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(mean, eps)));
-}
-
-// A row of a head, normed and rotated: a lane has dimensions lane, lane + 32, …
-__device__ __forceinline__ void turned(float y[DIMS / 32], const AttendArgs& a, const float* x, const float* norm, int lane) {
-  const float* table = a.rope + (u64)blockIdx.x * a.n_rot;
-  const int half = a.n_rot / 2;
-  float z[DIMS / 32], w[DIMS / 32], w_z[DIMS / 32], cosine[DIMS / 32], sine[DIMS / 32];
-#pragma unroll
-  for (int i = 0; i < DIMS / 32; ++i) {
-    const int d = i * 32 + lane;
-    const bool turns = d < a.n_rot, second = a.neox ? d >= half : d % 2 == 1;
-    const int step = a.neox ? half : 1, other = second ? d - step : d + step, pair = a.neox ? min(d, other) : d / 2;
-    y[i] = load(x + d);
-    z[i] = turns ? load(x + other) : 0.0f;
-    w[i] = norm ? load(norm + d) : 1.0f;
-    w_z[i] = norm && turns ? load(norm + other) : 0.0f;
-    cosine[i] = turns ? load(table + pair) : 1.0f;
-    sine[i] = turns ? load(table + half + pair) : 0.0f;
-    if (!second) sine[i] = -sine[i];
-  }
-  if (norm) {
-    const float inverse = inverse_root(y, a.eps);
-#pragma unroll
-    for (int i = 0; i < DIMS / 32; ++i) {
-      y[i] = __fmul_rn(__fmul_rn(y[i], inverse), w[i]);
-      z[i] = __fmul_rn(__fmul_rn(z[i], inverse), w_z[i]);
-    }
-  }
-  if (a.n_rot)
-#pragma unroll
-    for (int i = 0; i < DIMS / 32; ++i) y[i] = __fmaf_rn(y[i], cosine[i], __fmul_rn(z[i], sine[i]));
-}
-
 struct Decode {
   typedef TYPE T;
 
@@ -151,6 +21,7 @@ struct Decode {
 
   __device__ __forceinline__ u32 ring(int unit) const { return shared_address(memory) + unit % STAGES * STAGE; }
   __device__ __forceinline__ bool owner() const { return my_to == span_to; }
+  __device__ __forceinline__ bool clustered() const { return programs == span_to - span_from && cluster_size() >= programs; }
 
   // Which spans are this block's; false if none.
   __device__ __forceinline__ bool place() {
@@ -362,6 +233,37 @@ struct Decode {
     return last;
   }
 
+  // The same for the blocks of a cluster, which have one span each: in shared memory, where keys were.
+  __device__ __forceinline__ void join_cluster(const float most[2], const float mass[4], const float part[SUMMED][4]) const {
+    float2* sums = (float2*)memory;
+    float2* tops = sums + 16 * DIMS / 2;
+    each([&](long long, int d, int n, int i) {
+      sums[((lane / 4 + i * 8) * DIMS + d) / 2] = {part[n][2 * i], part[n][2 * i + 1]};
+      if (d == 0) tops[lane / 4 + i * 8] = {most[i], mass[2 * i]};
+    });
+    meet_cluster();
+    if (blockIdx.z == 0)
+      for (int i = threadIdx.x; i < group * DIMS / 2; i += THREADS) {
+        const int row = i / (DIMS / 2);
+        Known known;
+        float2 result = {0.0f, 0.0f}, part[8], top[8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j)
+          if (j < programs) {
+            top[j] = load2_of(j, shared_address(tops + row));
+            part[j] = load2_of(j, shared_address(sums + i));
+          }
+#pragma unroll
+        for (int j = 0; j < 8; ++j)
+          if (j < programs) {
+            known.join(top[j].x, top[j].y);
+            result.x = known.joined(result.x, part[j].x), result.y = known.joined(result.y, part[j].y);
+          }
+        *(float2*)(a.out + query(row) * DIMS + i % (DIMS / 2) * 2) = {known.result(result.x), known.result(result.y)};
+      }
+    meet_cluster();
+  }
+
   // Joins all spans in order, eight at a time in flight.
   __device__ __forceinline__ void merge() const {
     for (int i = threadIdx.x * 2; i < group * DIMS; i += THREADS * 2) {
@@ -431,6 +333,7 @@ struct Decode {
       fetch(2 * tile + 1 + STAGES);
       if (tile % (SPAN / TILE) != SPAN / TILE - 1) continue;
       if (programs > 1) {
+        if (clustered()) break;
         keep(my_from + tile / (SPAN / TILE), most, mass, part);
         continue;
       }
@@ -444,7 +347,10 @@ struct Decode {
       }
     }
     if (programs > 1) {
-      if (came_last()) merge();
+      if (clustered())
+        join_cluster(most, mass, part);
+      else if (came_last())
+        merge();
       return;
     }
     each([&](long long q, int d, int n, int i) {
