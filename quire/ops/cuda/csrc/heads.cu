@@ -127,31 +127,35 @@ __device__ __forceinline__ float inverse_root(const float y[DIMS / 32], float ep
 
 // A row of a head, normed and rotated: a lane has dimensions lane, lane + 32, …
 __device__ __forceinline__ void turned(float y[DIMS / 32], const AttendArgs& a, const float* x, const float* norm, int lane) {
+  constexpr int N = DIMS / 32;
+  const int half = a.n_rot / 2, step = a.neox ? half : 1;
   const float* table = a.rope + (u64)blockIdx.x * a.n_rot;
-  const int half = a.n_rot / 2;
-  float z[DIMS / 32], w[DIMS / 32], w_z[DIMS / 32], cosine[DIMS / 32], sine[DIMS / 32];
+  float z[N], w[N], w_z[N], cosine[N], sine[N];
+  // Everything is on its way before anything is used; what does not turn has a partner of zeros.
 #pragma unroll
-  for (int i = 0; i < DIMS / 32; ++i) {
-    const int d = i * 32 + lane;
-    const bool turns = d < a.n_rot, second = a.neox ? d >= half : d % 2 == 1;
-    const int step = a.neox ? half : 1, other = second ? d - step : d + step, pair = a.neox ? min(d, other) : d / 2;
-    y[i] = load(x + d);
-    z[i] = turns ? load(x + other) : 0.0f;
-    w[i] = norm ? load(norm + d) : 1.0f;
-    w_z[i] = norm && turns ? load(norm + other) : 0.0f;
-    cosine[i] = turns ? load(table + pair) : 1.0f;
-    sine[i] = turns ? load(table + half + pair) : 0.0f;
-    if (!second) sine[i] = -sine[i];
-  }
+  for (int i = 0; i < N; ++i) y[i] = load(x + i * 32 + lane);
+  if (a.n_rot)
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const int d = i * 32 + lane;
+      const bool turns = d < a.n_rot, second = a.neox ? d >= half : d % 2 == 1;
+      const int other = !turns ? d : second ? d - step : d + step, pair = !turns ? 0 : a.neox ? min(d, other) : d / 2;
+      z[i] = load(x + other), cosine[i] = load(table + pair), sine[i] = load(table + half + pair);
+      w_z[i] = norm ? load(norm + other) : 1.0f;
+      if (!turns) z[i] = w_z[i] = sine[i] = 0.0f, cosine[i] = 1.0f;
+      if (!second) sine[i] = -sine[i];
+    }
   if (norm) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) w[i] = load(norm + i * 32 + lane);
     const float inverse = inverse_root(y, a.eps);
 #pragma unroll
-    for (int i = 0; i < DIMS / 32; ++i) {
+    for (int i = 0; i < N; ++i) {
       y[i] = __fmul_rn(__fmul_rn(y[i], inverse), w[i]);
       z[i] = __fmul_rn(__fmul_rn(z[i], inverse), w_z[i]);
     }
   }
   if (a.n_rot)
 #pragma unroll
-    for (int i = 0; i < DIMS / 32; ++i) y[i] = __fmaf_rn(y[i], cosine[i], __fmul_rn(z[i], sine[i]));
+    for (int i = 0; i < N; ++i) y[i] = __fmaf_rn(y[i], cosine[i], __fmul_rn(z[i], sine[i]));
 }
