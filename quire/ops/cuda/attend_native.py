@@ -12,6 +12,7 @@ from quire.ops.cuda.machine import Machine
 from quire.ops.cuda.nvrtc import Kernel, native
 from quire.ops.cuda.paged import Layer, Paged, RopeTable
 
+FILES = ("common", "heads", "slots", "attend")
 NAMES = {torch.float16: "Half", torch.bfloat16: "Bfloat"}
 DIMS = (64, 128, 256)
 QUERIES = 16
@@ -81,8 +82,8 @@ def _kernel(machine: Machine, layer: Layer, how: Cut) -> tuple[Kernel, int]:
     on, dims = native(machine.device), layer.heads.head_dim_k
     for stages in range(how.stages, 0, -1):
         kernel = on.kernel(
-            ("common", "heads", "attend"), "attend", _THREADS, TYPE=NAMES[layer.k.dtype], DIMS=dims,
-            STAGES=stages, BLOCKS=how.blocks,
+            FILES, "attend", _THREADS, TYPE=NAMES[layer.k.dtype], DIMS=dims, STAGES=stages,
+            BLOCKS=how.blocks,
         )  # fmt: skip
         shared = shared_bytes(dims, stages)
         if kernel.resident(shared):
