@@ -115,16 +115,17 @@ struct Decode : Slots {
     });
   }
 
+  __device__ __forceinline__ int* counter() const { return a.arrived + (u64)seq * a.kv_heads + head; }
+
   // Whether this block came last of those that share the spans of a head; then all are kept.
   __device__ __forceinline__ bool came_last() const {
     __shared__ int last;
     __syncthreads();
     if (threadIdx.x == 0) {
-      int* counter = a.arrived + (u64)seq * a.kv_heads + head;
       __threadfence();
-      last = atomicAdd(counter, 1) == programs - 1;
+      last = atomicAdd(counter(), 1) == programs - 1;
       __threadfence();
-      if (last) *counter = 0;
+      if (last) *counter() = 0;
     }
     __syncthreads();
     return last;
@@ -188,6 +189,15 @@ struct Decode : Slots {
     }
   }
 
+  // Weights of a model pass through the cache between two layers: what is read later is called back now.
+  __device__ __forceinline__ void call_back() const {
+    const int at = threadIdx.x * 32;
+    if (at < DIMS && a.q_norm) prefetch(a.q_norm + at);
+    if (at < DIMS && a.k_norm) prefetch(a.k_norm + at);
+    if (at < a.n_rot) prefetch(a.rope + (u64)seq * a.n_rot + at);
+    if (threadIdx.x == 0 && programs > 1) prefetch(counter());
+  }
+
   __device__ __forceinline__ void run() {
     let_next_start();
     if (!place()) return;
@@ -196,6 +206,7 @@ struct Decode : Slots {
 #pragma unroll
     for (int unit = 0; unit < STAGES; ++unit) fetch(unit);
     for (int i = threadIdx.x; i < 16 * Q_ROW / 16; i += THREADS) ((uint4*)(memory + Q_AT))[i] = {0, 0, 0, 0};
+    call_back();
     __syncthreads();
     wait_for_previous();
     for (int r = warp; r < group + (owner() ? 2 : 0); r += WARPS) take(r);
