@@ -1,6 +1,6 @@
 // CUDA C++ on the host, in place of csrc/common.cu: the threads of a block, or of a cluster's blocks, are fibers
 // that take turns in random order. What lanes do together waits for all lanes. Copies that a kernel does not wait
-// for happen at once or as late as they may (LATE), so that a missing wait and a missing barrier both show.
+// for happen at once or as late as they may (`late`), so that a missing wait and a missing barrier both show.
 
 #include <ucontext.h>
 
@@ -50,6 +50,7 @@ static ucontext_t scheduler;
 static u8 rooms[MOST][ROOM] __attribute__((aligned(128)));
 static Place places[MOST], gridDim;
 static int now, blocks, ended;
+static bool late;
 static std::vector<int> meetings[3][MOST * THREADS / 32];
 
 static Place thread() { return {(unsigned)now % THREADS, 0, 0}; }
@@ -128,7 +129,7 @@ static void copy(const Copy& c) {
   else memset(memory + c.to, 0, 16);
 }
 static void copy16_if(u32 to, const void* from, bool inside) {
-  if (LATE) fibers[now].open.push_back({to, from, inside});
+  if (late) fibers[now].open.push_back({to, from, inside});
   else copy({to, from, inside});
 }
 static void commit_copies() {

@@ -23,17 +23,19 @@ static void start() {
 }
 
 // Runs blocks in random order, those of a cluster at once; false if nobody can go on.
-extern "C" bool run(const void* given, int x, int y, int z, int cluster, int seed) {
-  srand(seed);
+extern "C" bool run(const void* given, int x, int y, int z, int cluster, int seed, bool wait) {
+  srand(seed), late = wait;
   arguments = given, blocks = cluster, gridDim = {(unsigned)x, (unsigned)y, (unsigned)z};
   std::vector<int> order(x * y * z / blocks);
-  for (size_t i = 0; i < order.size(); ++i) order[i] = i, std::swap(order[i], order[rand() % (i + 1)]);
+  for (size_t i = 0; i < order.size(); ++i)
+    order[i] = i, std::swap(order[i], order[rand() % (i + 1)]);
   for (const int block : order) {
     for (auto& of : meetings)
       for (auto& each : of) each.clear();
     for (int i = 0; i < blocks; ++i) {
       memset(rooms[i], 0xff, ROOM);
-      places[i] = {(unsigned)(block % x), (unsigned)(block / x % y), (unsigned)(block / x / y * blocks + i)};
+      const int z = block / x / y * blocks + i;
+      places[i] = {(unsigned)(block % x), (unsigned)(block / x % y), (unsigned)z};
     }
     for (int i = 0; i < blocks * THREADS; ++i) {
       Fiber& f = fibers[i];
@@ -83,7 +85,6 @@ class HostKernel:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._run: Callable[..., Any] = library.run
         self._run.restype = ctypes.c_bool
-        self.launched = 0
 
     def resident(self, shared: int) -> int:
         """Blocks that fit."""
@@ -93,35 +94,41 @@ class HostKernel:
         self, stream: int, grid: tuple[int, int, int], shared: int, arguments: ctypes.Structure,
         cluster: int = 1,
     ) -> None:  # fmt: skip
-        """Runs it to its end."""
-        self.launched += 1
-        assert self._run(ctypes.byref(arguments), *grid, cluster, self.launched), "a barrier hangs"
+        """Runs it to its end; every other time, copies are made as late as they may be."""
+        how = *grid, cluster, stream, bool(stream % 2)
+        assert self._run(ctypes.byref(arguments), *how), "threads wait for each other"
+
+
+@cache
+def _compiled(folder: Path, files: tuple[str, ...], name: str, **defines: object) -> ctypes.CDLL:
+    """A kernel of these files with these definitions; common.cu is the header's."""
+    source = _without_assembly(nvrtc.source_of(files[1:]))
+    source = source.replace("extern __shared__ __align__(128) u8 memory[];", "")
+    text = "".join(f"#define {key} {value}\n" for key, value in defines.items())
+    run = RUN.replace("KERNEL", name).replace("ARGUMENTS", f"{name.capitalize()}Args")
+    text += f'#include "{HEADER}"\n{source}{run}'
+    path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
+    options = ["-O1", "-std=c++17", "-ffp-contract=off", "-w", "-shared", "-fPIC", "-x", "c++", "-"]
+    subprocess.run(["c++", *options, "-o", str(path)], input=text.encode(), check=True)
+    return ctypes.CDLL(str(path))
 
 
 class HostNative:
     """What `nvrtc.Native` is on a GPU."""
 
-    processors, clusters, stream = 4, True, 0
+    processors, clusters = 4, True
 
-    def __init__(self, folder: Path, late: bool) -> None:
-        self._folder, self._late = folder, late
-        self._kernels: dict[str, HostKernel] = {}
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._asked = folder, 0
 
     def kernel(
         self, files: tuple[str, ...], name: str, threads: int, **defines: object
     ) -> HostKernel:
-        """A kernel of these files with these definitions; common.cu is the header's."""
-        given = {**defines, "LATE": int(self._late)}
-        source = _without_assembly(nvrtc.source_of(files[1:]))
-        source = source.replace("extern __shared__ __align__(128) u8 memory[];", "")
-        text = "".join(f"#define {key} {value}\n" for key, value in given.items())
-        run = RUN.replace("KERNEL", name).replace("ARGUMENTS", f"{name.capitalize()}Args")
-        text += f'#include "{HEADER}"\n{source}{run}'
-        key = hashlib.sha256(text.encode()).hexdigest()[:16]
-        if key not in self._kernels:
-            path = self._folder / f"{key}.so"
-            options = ["-O1", "-std=c++17", "-ffp-contract=off", "-w", "-shared", "-fPIC"]
-            command = ["c++", *options, "-x", "c++", "-", "-o", str(path)]
-            subprocess.run(command, input=text.encode(), check=True)
-            self._kernels[key] = HostKernel(ctypes.CDLL(str(path)))
-        return self._kernels[key]
+        """A kernel of these files with these definitions."""
+        return HostKernel(_compiled(self._folder, files, name, **defines))
+
+    @property
+    def stream(self) -> int:
+        """Another one each time: what threads do in which order follows it."""
+        self._asked += 1
+        return self._asked

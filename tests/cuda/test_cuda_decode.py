@@ -24,32 +24,32 @@ from tests.cuda.pages_rig import Rig, Work, full_rope
 from tests.cuda.sides import GPU, close, same_bits
 
 pytestmark = pytest.mark.skipif(not GPU and not has_compiler(), reason="there is no C++ compiler")
-LENGTHS = (1, 15, 64, 65, 127, 128, 129, 255, 256, 300) if GPU else (1, 63, 130)
+LENGTHS = (1, 15, 64, 65, 127, 128, 129, 255, 256, 300) if GPU else (1, 130)
 """Before the token: on both sides of pages, of blocks and of spans."""
 ALONE, EVERY = [(len(LENGTHS) - 1, 1)], [(seq, 1) for seq in range(len(LENGTHS))]
 SHAPES = [
     (Heads(9, 3, 64, 64, scale=0.125, window=50), "f16", 64),
+    (Heads(3, 1, 256, 256, scale=0.05, window=100), "f16", 16),
     (Heads(4, 1, 128, 128, scale=0.1), "f16", 32),
-    (Heads(8, 1, 256, 256, scale=0.05, window=100), "f16", 16),
     (Heads(32, 8, 128, 128, scale=0.09), "f16", 16), (Heads(16, 8, 128, 128, scale=0.1), "f16", 32),
     (Heads(8, 2, 128, 128, scale=0.1, window=200), "bf16", 16),
     (Heads(16, 1, 64, 64, scale=0.1), "bf16", 16), (Heads(4, 4, 256, 256, scale=0.05), "bf16", 32),
 ]  # fmt: skip
 CUTS = [
-    Cut(2, 1, 1, 99, False), Cut(3, 1, 2, 1, False), Cut(2, 1, 4, 2, False), Cut(1, 1, 9, 1, False),
-    Cut(2, 1, 4, 1, True),
+    Cut(2, 1, 1, 99, False), Cut(2, 1, 2, 1, False), Cut(2, 1, 4, 2, False), Cut(2, 1, 4, 1, True),
+    *([Cut(1, 1, 9, 1, False), Cut(3, 1, 2, 1, False)] if GPU else []),
 ]  # fmt: skip
-HERE = SHAPES if GPU else SHAPES[:3]
+HERE = SHAPES if GPU else SHAPES[:2]
 TAKEN = attend_native.takes
 
 
-@pytest.fixture(autouse=True, params=["gpu"] if GPU else ["at once", "late"])
-def language(request: pytest.FixtureRequest, folder: Path) -> Iterator[None]:
-    """CUDA C++ in every test; on the host, copies are made as soon or as late as may be."""
+@pytest.fixture(autouse=True)
+def language(folder: Path) -> Iterator[None]:
+    """CUDA C++ in every test."""
     if GPU:
         yield
         return
-    host = HostNative(folder, request.param == "late")
+    host = HostNative(folder)
     with (
         mock.patch.object(attend_native, "native", lambda _: host),
         mock.patch.object(attend_native, "takes", lambda *_: True),
@@ -102,8 +102,8 @@ def test_places_and_rotations(first: int, rotates: int) -> None:
 
 
 def test_a_layer_without_norm_or_rotation() -> None:
-    rig = Rig(Heads(4, 2, 128, 128, scale=0.1))
-    for work in ([(0, 140 if GPU else 20)], [(0, 1)]):
+    rig = Rig(Heads(4, 2, 64, 64, scale=0.1))
+    for work in ([(0, 140 if GPU else 10)], [(0, 1)]):
         step, qkv = rig.tables.add(work), rig.values(work[0][1])
         close(rig.got.run(step, qkv), rig.want.run(step, qkv), 2e-3)
 
