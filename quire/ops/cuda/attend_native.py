@@ -50,6 +50,9 @@ class Cut(NamedTuple):
     least: int
     """Spans that a block takes, at least."""
     cluster: bool
+    """Whether they read each other's memory."""
+    each: int = 1
+    """KV heads of a sequence that a block takes, one after the other."""
 
 
 def takes(machine: Machine, layer: Layer) -> bool:
@@ -71,10 +74,11 @@ def cut(dims: int, rows: int, spans: int, processors: int, clusters: bool) -> Cu
     return Cut(stages, blocks, programs, 1, clusters and 1 < programs <= CLUSTER)
 
 
-def shared_bytes(dims: int, stages: int) -> int:
+def shared_bytes(dims: int, stages: int, each: int = 1) -> int:
     """Shared memory of a block."""
     tile, row = 128 if dims <= 128 else 64, 2 * dims
-    return stages * tile * row + 16 * (row + 16) + 16 * (2 * tile + 16) + 2 * row + _WARPS * 16 * 4
+    own = 16 * (row + 16) + 2 * row
+    return stages * tile * row + each * own + 16 * (2 * tile + 16) + _WARPS * 16 * 4
 
 
 def _kernel(machine: Machine, layer: Layer, how: Cut) -> tuple[Kernel, int]:
@@ -83,9 +87,9 @@ def _kernel(machine: Machine, layer: Layer, how: Cut) -> tuple[Kernel, int]:
     for stages in range(how.stages, 0, -1):
         kernel = on.kernel(
             FILES, "attend", _THREADS, TYPE=NAMES[layer.k.dtype], DIMS=dims, STAGES=stages,
-            BLOCKS=how.blocks,
+            BLOCKS=how.blocks, EACH=how.each,
         )  # fmt: skip
-        shared = shared_bytes(dims, stages)
+        shared = shared_bytes(dims, stages, how.each)
         if kernel.resident(shared):
             return kernel, shared
     raise AssertionError(f"a GPU without room for {dims} dimensions")
@@ -112,5 +116,5 @@ def decode(
         shape.page_tokens, 0 if rope is None else rope.shape[1], rope is not None and rope.neox,
         store, h.window, how.least, layer.eps, h.scale,
     )  # fmt: skip
-    grid = shape.seqs, h.n_kv_heads, how.programs
+    grid = shape.seqs, h.n_kv_heads // how.each, how.programs
     kernel.launch(on.stream, grid, shared, given, how.programs if how.cluster else 1)

@@ -3,7 +3,8 @@ struct Slots {
   typedef TYPE T;
 
   const AttendArgs& a;
-  const int warp, lane, seq, head, group;
+  const int warp, lane, seq, group;
+  int head;                      // of the EACH that this block takes, one after the other
   int shift, low, high;          // visible slots; the token's own is the last of them
   int span_from, span_to;        // that there are
   int my_from, my_to, programs;  // that this block takes; blocks that share them
@@ -11,8 +12,8 @@ struct Slots {
   int pages[2], next[2];         // that the warp's slots of a tile lie in: of the next to fetch, and the one after
 
   __device__ __forceinline__ Slots(const AttendArgs& args)
-      : a(args), warp(threadIdx.x / 32), lane(threadIdx.x % 32), seq(blockIdx.x), head(blockIdx.y),
-        group(args.heads / args.kv_heads) {}
+      : a(args), warp(threadIdx.x / 32), lane(threadIdx.x % 32), seq(blockIdx.x),
+        group(args.heads / args.kv_heads), head(blockIdx.y * EACH) {}
 
   __device__ __forceinline__ u32 ring(int unit) const { return shared_address(memory) + unit % STAGES * STAGE; }
   __device__ __forceinline__ bool owner() const { return my_to == span_to; }
@@ -35,10 +36,13 @@ struct Slots {
     return where >= 0 && my_from < my_to;
   }
 
-  __device__ __forceinline__ int first_slot(int tile) const { return start + tile * TILE + warp * MINE; }
+  // Tiles are counted on from one head to the next.
+  __device__ __forceinline__ int which(int tile) const { return EACH == 1 ? 0 : tile / tiles; }
+  __device__ __forceinline__ int tile_slot(int tile) const { return start + (tile - which(tile) * tiles) * TILE; }
+  __device__ __forceinline__ int first_slot(int tile) const { return tile_slot(tile) + warp * MINE; }
 
   __device__ __forceinline__ void find_pages(int tile, int found[2]) const {
-    const int page = max(first_slot(tile), 0) / a.page_tokens, used = tile < tiles ? (high - 1) / a.page_tokens : -1;
+    const int page = max(first_slot(tile), 0) / a.page_tokens, used = tile < EACH * tiles ? (high - 1) / a.page_tokens : -1;
     const int* table = a.tables + (u64)seq * a.table_cols + page;
     found[0] = page <= used ? load_int(table) : 0;
     found[1] = page < used ? load_int(table + 1) : 0;
@@ -48,9 +52,9 @@ struct Slots {
   // token's own, which is not there yet.
   __device__ __forceinline__ void fetch(int unit) {
     const int tile = unit / 2;
-    if (tile < tiles) {
+    if (tile < EACH * tiles) {
       const int slot = first_slot(tile), page = max(slot, 0) / a.page_tokens, edge = (page + 1) * a.page_tokens;
-      const u8* part = a.base + (unit % 2 ? a.v_offset : a.k_offset) + (long long)head * a.page_tokens * ROW;
+      const u8* part = a.base + (unit % 2 ? a.v_offset : a.k_offset) + (long long)(blockIdx.y * EACH + which(tile)) * a.page_tokens * ROW;
       const u8* here = part + pages[0] * a.page_bytes - (long long)(edge - a.page_tokens) * ROW;
       const u8* there = part + pages[1] * a.page_bytes - (long long)edge * ROW;
 #pragma unroll
@@ -68,8 +72,9 @@ struct Slots {
   }
 
   // A query, or the token's own key or value, which its page gets too.
-  __device__ __forceinline__ void take(int r) const {
-    u8* to = memory + (r < group ? Q_AT + r * Q_ROW : NEW_AT + (r - group) * ROW);
+  __device__ __forceinline__ void take(int i, int r) const {
+    const int head = blockIdx.y * EACH + i;
+    u8* to = memory + (r < group ? Q_AT + (i * 16 + r) * Q_ROW : NEW_AT + (i * 2 + r - group) * ROW);
     u8* stored = nullptr;
     if (r >= group) {
       const int where = load_int(a.slots + seq), page = where / a.page_tokens, slot = where % a.page_tokens;
@@ -100,10 +105,10 @@ struct Slots {
   __device__ __forceinline__ void arrive(int unit) const {
     wait_copies<STAGES - 1>();
     __syncwarp();
-    const int row = high - 1 - (start + unit / 2 * TILE);
+    const int row = high - 1 - tile_slot(unit / 2);
     if (owner() && row >= 0 && row < TILE && row / MINE == warp && lane < CHUNKS) {
       u8* to = memory + unit % STAGES * STAGE + row * ROW + ((lane ^ (row & 7)) << 4);
-      *(uint4*)to = *(const uint4*)(memory + NEW_AT + unit % 2 * ROW + lane * 16);
+      *(uint4*)to = *(const uint4*)(memory + NEW_AT + (which(unit / 2) * 2 + unit % 2) * ROW + lane * 16);
     }
   }
 };
