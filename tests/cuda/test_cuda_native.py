@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.ops.cuda import nvrtc
+from quire.ops.cuda import attend_native, nvrtc
 from quire.ops.cuda.formats import FORMATS
 from quire.ops.cuda.launch import SOME_STAGES, STAGES
 
@@ -29,22 +29,30 @@ def sections(code: bytes) -> Iterator[tuple[str, int, bytes]]:
         yield text, info, code[at : at + length]
 
 
-def registers(code: bytes) -> dict[str, int]:
-    """By kernel."""
-    return {n[6:]: info >> 24 for n, info, _ in sections(code) if n.startswith(".text.")}
-
-
-def stack(code: bytes) -> int:
-    """The largest frame of any kernel: where values lie that found no register."""
-    found = 0
+def facts(code: bytes, wanted: int) -> dict[int, int]:
+    """One attribute of all functions, by the number of their symbol."""
+    found = {}
     for name, _, info in sections(code):
         at = 0
         while name == ".nv.info" and at < len(info):
             form, attribute, size = struct.unpack_from("<BBH", info, at)
-            if form == 4 and attribute == 0x11:
-                found = max(found, struct.unpack_from("<I", info, at + 8)[0])
+            if form == 4 and attribute == wanted:
+                symbol, value = struct.unpack_from("<II", info, at + 4)
+                found[symbol] = value
             at += 4 + (size if form == 4 else 0)
     return found
+
+
+def registers(code: bytes) -> dict[str, int]:
+    """By kernel."""
+    used = facts(code, 0x2F)
+    kernels = [(n[6:], info) for n, info, _ in sections(code) if n.startswith(".text.")]
+    return {name: used[info & 0xFFFFFF] for name, info in kernels}
+
+
+def stack(code: bytes) -> int:
+    """The largest frame of any kernel: where values lie that found no register."""
+    return max(facts(code, 0x11).values(), default=0)
 
 
 def compiled(files: list[str], architecture: str, **defines: object) -> bytes:
@@ -70,11 +78,29 @@ def test_products_of_few_tokens(name: str) -> None:
     assert stack(code) <= 64
 
 
+@pytest.mark.parametrize("dims", attend_native.DIMS)
+def test_attention_of_one_token(dims: int) -> None:
+    for rows in (1, 1000):
+        how = attend_native.cut(dims, rows, 8, 132, True)
+        given = {"TYPE": "Half", "DIMS": dims, "STAGES": how.stages, "BLOCKS": how.blocks,
+                 "EACH": how.each}  # fmt: skip
+        source = nvrtc.source_of(attend_native.FILES)
+        code = nvrtc.compile_source(source, "sm_90", given)
+        assert 0 < registers(code)["attend"] <= 65536 // (256 * how.blocks)
+        assert stack(code) == 0
+        room = (
+            attend_native.shared_bytes(dims, how.stages, how.each) + 1152
+        )  # what every block has besides
+        assert how.blocks * room <= 228 << 10
+
+
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_100"])
 def test_other_architectures(architecture: str) -> None:
     given = {"STAGES": 5, "SECOND_STAGES": 4, "BLOCKS": 2}
     compiled(["few"], architecture, WEIGHTS="Dense<Bfloat>", SECOND="Quantised<4,32,1>", **given)
     compiled(["expand"], architecture, WEIGHTS="Quantised<8,16,0>")
+    compiled([*attend_native.FILES[1:]], architecture, TYPE="Bfloat", DIMS=128, STAGES=2, BLOCKS=1,
+             EACH=1)  # fmt: skip
     compiled(["some"], architecture, WEIGHTS="Quantised<4,32,1>", TOKENS=16, STAGES=4,
              BLOCKS=2)  # fmt: skip
 

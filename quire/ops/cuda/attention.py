@@ -9,6 +9,7 @@ import torch
 import triton
 
 from quire.ops import Array, Heads, HeadsHandle, Int32, Pages, PageTables, Rope, RopeHandle
+from quire.ops.cuda import attend_native
 from quire.ops.cuda.arrays import Arrays, row_of, values_of
 from quire.ops.cuda.kernels import attend as kernels
 from quire.ops.cuda.kernels import heads as head_kernels
@@ -108,6 +109,12 @@ class Attention(Arrays):
         """One token of each sequence, in one launch."""
         h, pages, shape = call.layer.heads, call.pages, call.pages.shape
         n_queries, rows = shape.seqs * h.n_heads, shape.seqs * h.n_kv_heads
+        if attend_native.takes(self.machine, call.layer):
+            attend_native.decode(
+                self.machine, call.layer, pages, call.rope, call.qkv, call.out, call.offsets,
+                call.store, self._arrivals(rows),
+            )  # fmt: skip
+            return
         parts = self.machine.empty(shape.spans, n_queries, h.head_dim_v)
         tops, masses = self.machine.empty(2, shape.spans, n_queries)
         tile = _tile(call.layer, shape.page_tokens, 1, self.machine)

@@ -22,7 +22,7 @@ from quire.ops.cuda.driver import call
 
 SOURCES = Path(__file__).parent / "csrc"
 _OWN_SHARED, _MOST_SHARED, _CARVEOUT, _ALL = 1, 8, 9, 100
-_OVERLAP = 6  # the attribute that lets a kernel start early
+_CLUSTER, _OVERLAP = 4, 6  # attributes: blocks that share memory; a kernel may start early
 
 
 class CompileError(RuntimeError):
@@ -125,7 +125,12 @@ class _Launch(ctypes.Structure):
     )  # fmt: skip
 
 
-_EARLY = _Attribute(_OVERLAP, 0, (ctypes.c_int * 16)(1))
+def _how(early: bool, cluster: int) -> ctypes.Array[_Attribute]:
+    """Attributes of a launch."""
+    found = [_Attribute(_OVERLAP, 0, (ctypes.c_int * 16)(1))] * early
+    if cluster > 1:
+        found.append(_Attribute(_CLUSTER, 0, (ctypes.c_int * 16)(1, 1, cluster)))
+    return (_Attribute * len(found))(*found)
 
 
 class Kernel:
@@ -158,12 +163,17 @@ class Kernel:
         return self._fits[shared]
 
     def launch(
-        self, stream: int, grid: tuple[int, int, int], shared: int, arguments: ctypes.Structure
-    ) -> None:
-        """Queues it; `arguments` is the one structure that it takes."""
+        self, stream: int, grid: tuple[int, int, int], shared: int, arguments: ctypes.Structure,
+        cluster: int = 1,
+    ) -> None:  # fmt: skip
+        """Queues it; `arguments` is the one structure that it takes.
+
+        So many blocks of one x and y form a cluster.
+        """
+        attributes = _how(self._early, cluster)
         how = _Launch(
             (ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(self.threads, 1, 1), shared, stream,
-            ctypes.pointer(_EARLY), int(self._early),
+            attributes, len(attributes),
         )  # fmt: skip
         given = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
         call("cuLaunchKernelEx", ctypes.byref(how), self._function, given, None)
@@ -178,7 +188,7 @@ class Native:
         self.processors = int(found.multi_processor_count)
         self.most_shared = int(found.shared_memory_per_block_optin)
         self.architecture = f"sm_{found.major}{found.minor}"
-        self._early = found.major >= 9  # older ones know no early start
+        self.clusters = found.major >= 9  # older ones know none, and no early start
         self._kernels: dict[tuple[Any, ...], Kernel] = {}
         self._modules: dict[tuple[Any, ...], ctypes.c_void_p] = {}
 
@@ -193,7 +203,7 @@ class Native:
                 call("cuModuleLoadData", ctypes.byref(module), code)
                 self._modules[module_key] = module
             module = self._modules[module_key]
-            self._kernels[key] = Kernel(module, name, threads, self.most_shared, self._early)
+            self._kernels[key] = Kernel(module, name, threads, self.most_shared, self.clusters)
         return self._kernels[key]
 
     @property
