@@ -16,6 +16,7 @@ from quire.ops.cuda.kernels import product as kernels
 from quire.ops.cuda.kernels import rows as row_kernels
 from quire.ops.cuda.launch import SOME, Prepared, Slices
 from quire.ops.cuda.machine import power_of_two
+from quire.ops.cuda.many import product_many, takes_many
 from quire.ops.cuda.matrices import Segment
 
 _NATIVE = 32
@@ -119,6 +120,9 @@ class Multiplying(Arrays):
             w = self._expanded(w, x.values.dtype)
         if not self.exact_batches and x.n > SOME and self._library(x, w, to):
             return None
+        if takes_many(self.machine, x, w, to.out):
+            product_many(self.machine, x, w, to.out, to.bias, to.into)
+            return None
         tile = tile_of(w, x.n)
         programs = triton.cdiv(w.rows, tile["BR"])
         if x.n <= SOME and programs < _FULL and w.slices > 1:
@@ -136,6 +140,9 @@ class Multiplying(Arrays):
             launch.product_some(self.machine, x, w, out, act=act)
             return out
         w = self._expanded(w, x.values.dtype) if w.format.bits else w
+        if takes_many(self.machine, x, w, out):
+            product_many(self.machine, x, w, out, act=act)
+            return out
         tile = gated_tile_of(w, x.n)
         values, q, tma = self._operands(x, w, tile)
         kernels.gated[(triton.cdiv(rows, tile["BR"]), triton.cdiv(x.n, tile["BT"]))](

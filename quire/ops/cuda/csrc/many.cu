@@ -1,0 +1,338 @@
+// Products of many tokens with dense weights of 16 bits, on Hopper: the copy engine fills a ring of
+// tiles, two groups of four warps multiply 64 tokens each with `wgmma`. K is cut into the slices of
+// every other product: each is summed in order, then added to those before it. Blocks walk tiles with
+// a stride of the grid. Two neighbours (a cluster) share either weight rows or tokens: each copies
+// half of what they share into both.
+//
+// Given: ROWS of weights in a tile; SHARED: 1 rows, 2 tokens; STAGES of the ring; TYPE bf16 or f16;
+// TWO: registers for two slices.
+
+#define TEXT_OF(x) #x
+#define TEXT(x) TEXT_OF(x)
+#define JOIN_OF(a, b) a##b
+#define JOIN(a, b) JOIN_OF(a, b)
+
+// The registers of a sum, as text and as operands, and the numbers of the operands behind them.
+#define EIGHT(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define NAMES_48 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23"
+#define NAMES_64 NAMES_48 ",%24,%25,%26,%27,%28,%29,%30,%31"
+#define NAMES_80 NAMES_64 ",%32,%33,%34,%35,%36,%37,%38,%39"
+#define NAMES_96 NAMES_80 ",%40,%41,%42,%43,%44,%45,%46,%47"
+#define NAMES_112 NAMES_96 ",%48,%49,%50,%51,%52,%53,%54,%55"
+#define NAMES_128 NAMES_112 ",%56,%57,%58,%59,%60,%61,%62,%63"
+#define NAMES_144 NAMES_128 ",%64,%65,%66,%67,%68,%69,%70,%71"
+#define NAMES_160 NAMES_144 ",%72,%73,%74,%75,%76,%77,%78,%79"
+#define NAMES_176 NAMES_160 ",%80,%81,%82,%83,%84,%85,%86,%87"
+#define NAMES_192 NAMES_176 ",%88,%89,%90,%91,%92,%93,%94,%95"
+#define SUMS_48 EIGHT(0), EIGHT(8), EIGHT(16)
+#define SUMS_64 SUMS_48, EIGHT(24)
+#define SUMS_80 SUMS_64, EIGHT(32)
+#define SUMS_96 SUMS_80, EIGHT(40)
+#define SUMS_112 SUMS_96, EIGHT(48)
+#define SUMS_128 SUMS_112, EIGHT(56)
+#define SUMS_144 SUMS_128, EIGHT(64)
+#define SUMS_160 SUMS_144, EIGHT(72)
+#define SUMS_176 SUMS_160, EIGHT(80)
+#define SUMS_192 SUMS_176, EIGHT(88)
+#define BEHIND_48 "%24", "%25", "%26"
+#define BEHIND_64 "%32", "%33", "%34"
+#define BEHIND_80 "%40", "%41", "%42"
+#define BEHIND_96 "%48", "%49", "%50"
+#define BEHIND_128 "%64", "%65", "%66"
+#define BEHIND_160 "%80", "%81", "%82"
+#define BEHIND_192 "%96", "%97", "%98"
+#define MULTIPLY_TEXT(names, a, b, add)                                                            \
+  "{\n.reg .pred p;\nsetp.ne.b32 p, " add ", 0;\n"                                                 \
+  "wgmma.mma_async.sync.aligned.m64n" TEXT(ROWS) "k16.f32." TEXT(TYPE) "." TEXT(TYPE)              \
+  " {" names "}, " a ", " b ", p, 1, 1, 0, 0;\n}\n"
+#define MULTIPLY_WITH(names, ...) MULTIPLY_TEXT(names, __VA_ARGS__)
+
+constexpr int GROUP = 128;                        // threads that multiply together
+constexpr int HALF_X = 64 * UNIT * 2;             // bytes of the tokens of one group
+constexpr int HALF_W = ROWS / 2 * UNIT * 2;       // bytes of half the weight rows
+constexpr int STAGE = 2 * (HALF_X + HALF_W);
+constexpr int SUMS = ROWS / 2;                    // of a thread
+
+struct __align__(64) TensorMap { u64 words[16]; };
+
+struct ManyArgs {
+  TensorMap x, w;      // boxes of 64 tokens, or of ROWS / 2 weight rows, by 64 columns
+  void* out;           // [tokens, stride]
+  const float* bias;   // null: none
+  const float* into;   // null: none; as `out`
+  const float* undo;   // null: none
+  long long stride;
+  int n, rows;         // tokens; rows of the output
+  int blocks, slice;   // columns of all weights and of a slice, in 64s
+  int row_tiles, token_tiles;
+  int act;             // of gate and up
+  int bfloat;          // the output's type; else float
+};
+
+// ---- barriers of the ring -----------------------------------------------------------------------
+
+__device__ __forceinline__ void barrier_start(u32 bar, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
+}
+
+__device__ __forceinline__ void barrier_expect(u32 bar, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(u32 bar, u32 phase) {
+  asm volatile(
+      "{\n.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+      "@p bra DONE;\nbra AGAIN;\nDONE:\n}" ::"r"(bar), "r"(phase) : "memory");
+}
+
+// Of the block of this rank in the cluster.
+__device__ __forceinline__ void barrier_arrive(u32 bar, u32 rank) {
+  asm volatile(
+      "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(bar), "r"(rank) : "memory");
+}
+
+__device__ __forceinline__ void cluster_arrive_and_wait() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// A box of a matrix; with `both` into the same place of both blocks.
+__device__ __forceinline__ void copy_box(u32 to, const TensorMap& map, int column, int row, u32 bar, bool both) {
+  if (both)
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+        " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(bar), "h"((u16)3) : "memory");
+  else
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%2, %3}], [%4];" ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(bar) : "memory");
+}
+
+// ---- tensor cores ---------------------------------------------------------------------------------
+
+// Rows of 128 bytes as the copy engine swizzles them, eight to 1,024 bytes.
+__device__ __forceinline__ u64 matrix_at(u32 address) {
+  return (u64)((address & 0x3ffff) >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
+}
+
+// d = x · w over 16 columns, or with `add` d += that; queued only.
+__device__ __forceinline__ void multiply(float (&d)[SUMS], u64 x, u64 w, int add) {
+  asm volatile(MULTIPLY_WITH(JOIN(NAMES_, ROWS), JOIN(BEHIND_, ROWS)) : JOIN(SUMS_, ROWS) : "l"(x), "l"(w), "r"(add));
+}
+
+__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void products_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING> __device__ __forceinline__ void products_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// ---- tiles ----------------------------------------------------------------------------------------
+
+struct Ring {
+  u32 base, stage, phase;
+  __device__ __forceinline__ u32 tiles() const { return base + stage * STAGE; }
+  __device__ __forceinline__ u32 full(u32 s) const { return base + STAGES * STAGE + s * 8; }
+  __device__ __forceinline__ u32 empty(u32 s) const { return full(STAGES + s); }
+  __device__ __forceinline__ void next() {
+    if (++stage == STAGES) stage = 0, phase ^= 1;
+  }
+};
+
+struct Tile { int token, row; };
+
+__device__ __forceinline__ Tile tile_of(const ManyArgs& a, int work, int rank) {
+  if (SHARED == 1) {
+    const int pairs = (a.token_tiles + 1) / 2;
+    return {work % pairs * 2 + rank, work / pairs};
+  }
+  return {work % a.token_tiles, work / a.token_tiles * 2 + rank};
+}
+
+__device__ __forceinline__ int all_work(const ManyArgs& a) {
+  return SHARED == 1 ? (a.token_tiles + 1) / 2 * a.row_tiles : (a.row_tiles + 1) / 2 * a.token_tiles;
+}
+
+template <bool GATED> __device__ __forceinline__ void fill(const ManyArgs& a, Ring ring, int rank) {
+  for (int work = blockIdx.x / 2; work < all_work(a); work += gridDim.x / 2) {
+    const Tile tile = tile_of(a, work, rank);
+    for (int k = 0; k < a.blocks; ++k, ring.next()) {
+      barrier_wait(ring.empty(ring.stage), ring.phase ^ 1);
+      const u32 bar = ring.full(ring.stage);
+      barrier_expect(bar, STAGE);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const u32 to_x = ring.tiles() + half * HALF_X, to_w = ring.tiles() + 2 * HALF_X + half * HALF_W;
+        if (SHARED == 1 || half == rank) copy_box(to_x, a.x, k * UNIT, tile.token * 128 + half * 64, bar, SHARED == 2);
+        const int row = GATED ? tile.row * (ROWS / 2) + half * a.rows : tile.row * ROWS + half * (ROWS / 2);
+        if (SHARED == 2 || half == rank) copy_box(to_w, a.w, k * UNIT, row, bar, SHARED == 1);
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void add_to(float (&total)[SUMS], const float (&some)[SUMS]) {
+#pragma unroll
+  for (int i = 0; i < SUMS; ++i) total[i] = __fadd_rn(total[i], some[i]);
+}
+
+// One group's side of the ring: it multiplies what is there, and gives back what both have read.
+struct Multiplier {
+  Ring ring;
+  int group;
+  u32 before;  // the stage whose products are still under way
+  bool any;    // whether there is one
+  __device__ __forceinline__ void release() {
+    if (any && threadIdx.x % GROUP < 2) barrier_arrive(ring.empty(before), threadIdx.x % GROUP);
+    any = false;
+  }
+  // 64 columns: d += …, or with `fresh` d = …; those before them are done then.
+  __device__ __forceinline__ void block(float (&d)[SUMS], bool fresh) {
+    barrier_wait(ring.full(ring.stage), ring.phase);
+    const u64 x = matrix_at(ring.tiles() + group * HALF_X), w = matrix_at(ring.tiles() + 2 * HALF_X);
+    products_begin();
+#pragma unroll
+    for (int step = 0; step < 4; ++step) multiply(d, x + step * 2, w + step * 2, !fresh || step > 0);
+    products_end();
+    products_wait<1>();
+    release();
+    before = ring.stage, any = true;
+    ring.next();
+  }
+  __device__ __forceinline__ void finish() {
+    products_wait<0>();
+    release();
+  }
+};
+
+// The sums of one tile: slices one after the other. With registers for two slices, one is added while
+// the next is multiplied.
+__device__ __forceinline__ void add_up(const ManyArgs& a, Multiplier& m, float (&total)[SUMS]) {
+  float some[SUMS];
+#pragma unroll
+  for (int i = 0; i < SUMS; ++i) total[i] = 0;
+#if TWO
+  float other[SUMS];
+#pragma unroll
+  for (int i = 0; i < SUMS; ++i) other[i] = 0;
+  for (int k = 0;;) {
+    auto slice = [&](float (&mine)[SUMS], const float (&last)[SUMS]) {
+      const int end = min(k + a.slice, a.blocks);
+      m.block(mine, true);
+      add_to(total, last);
+      for (++k; k < end; ++k) m.block(mine, false);
+    };
+    slice(some, other);
+    if (k >= a.blocks) {
+      m.finish();
+      add_to(total, some);
+      break;
+    }
+    slice(other, some);
+    if (k >= a.blocks) {
+      m.finish();
+      add_to(total, other);
+      break;
+    }
+  }
+#else
+  for (int k = 0; k < a.blocks;) {
+    const int first = k, end = min(k + a.slice, a.blocks);
+    for (; k < end; ++k) m.block(some, k == first);
+    m.finish();
+    add_to(total, some);
+  }
+#endif
+}
+
+// A thread has, of every eight rows of weights, two next to each other, for a token and the eighth after it.
+__device__ __forceinline__ void store_sums(const ManyArgs& a, const float (&total)[SUMS], int token, int row) {
+#pragma unroll
+  for (int two = 0; two < 2; ++two, token += 8) {
+    if (token >= a.n) return;
+    const float undo = a.undo ? load(a.undo + token) : 1.0f;
+    float* out = (float*)a.out + token * a.stride + row;
+    const float* into = a.into + token * a.stride + row;
+    constexpr int AT_ONCE = 4;  // so that few registers wait for what is read
+#pragma unroll
+    for (int first = 0; first < SUMS / 4; first += AT_ONCE) {
+      float2 before[AT_ONCE] = {};
+      if (a.into)
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; ++j)
+          if (first + j < SUMS / 4 && row + (first + j) * 8 < a.rows) before[j] = *(const float2*)(into + (first + j) * 8);
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; ++j) {
+        const int of = first + j;
+        if (of >= SUMS / 4 || row + of * 8 >= a.rows) break;
+        float2 v = {__fmul_rn(total[of * 4 + two * 2], undo), __fmul_rn(total[of * 4 + two * 2 + 1], undo)};
+        if (a.bias) v.x = __fadd_rn(v.x, a.bias[row + of * 8]), v.y = __fadd_rn(v.y, a.bias[row + of * 8 + 1]);
+        if (a.into) v.x = __fadd_rn(v.x, before[j].x), v.y = __fadd_rn(v.y, before[j].y);
+        *(float2*)(out + of * 8) = v;
+      }
+    }
+  }
+}
+
+// Gate's sums come first, then up's.
+__device__ __forceinline__ void store_gated(const ManyArgs& a, const float (&total)[SUMS], int token, int row) {
+#pragma unroll
+  for (int two = 0; two < 2; ++two, token += 8) {
+    if (token >= a.n) return;
+    const float undo = a.undo ? load(a.undo + token) : 1.0f;
+#pragma unroll
+    for (int j = 0; j < SUMS / 8; ++j) {
+      if (row + j * 8 >= a.rows) break;
+      float v[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float gate = total[j * 4 + two * 2 + i], up = total[SUMS / 2 + j * 4 + two * 2 + i];
+        v[i] = activate(a.act, __fmul_rn(gate, undo), __fmul_rn(up, undo));
+      }
+      const long long at = token * a.stride + row + j * 8;
+      if (a.bfloat) *(u32*)((u16*)a.out + at) = to_bfloat2(v[0], v[1]);
+      else *(float2*)((float*)a.out + at) = {v[0], v[1]};
+    }
+  }
+}
+
+template <bool GATED> __device__ __forceinline__ void many_tiles(const ManyArgs& a) {
+  extern __shared__ u8 shared[];
+  Ring ring{(shared_address(shared) + 1023) / 1024 * 1024, 0, 0};
+  u32 rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < STAGES; ++s) barrier_start(ring.full(s), 1), barrier_start(ring.empty(s), 4);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  let_next_start();
+  cluster_arrive_and_wait();
+  wait_for_previous();
+  const int group = threadIdx.x / GROUP;
+  if (group == 2) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    if (threadIdx.x % GROUP == 0) fill<GATED>(a, ring, rank);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    Multiplier m{ring, group, 0, false};
+    for (int work = blockIdx.x / 2; work < all_work(a); work += gridDim.x / 2) {
+      float total[SUMS];
+      add_up(a, m, total);
+      const Tile tile = tile_of(a, work, rank);
+      const int token = tile.token * 128 + warp * 16 + lane / 4, row = lane % 4 * 2;
+      if (GATED) store_gated(a, total, token, tile.row * (ROWS / 2) + row);
+      else store_sums(a, total, token, tile.row * ROWS + row);
+    }
+  }
+  cluster_arrive_and_wait();  // a neighbour may still copy to this block
+}
+
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(3 * GROUP, 1)
+many(const __grid_constant__ ManyArgs a) {
+  many_tiles<false>(a);
+}
+
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(3 * GROUP, 1)
+many_gated(const __grid_constant__ ManyArgs a) {
+  many_tiles<true>(a);
+}

@@ -1,0 +1,112 @@
+"""Who launches the products of many tokens on Hopper: many.cu, in tiles that fill the GPU."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from quire.ops.cuda.driver import call
+from quire.ops.cuda.formats import TILE, UNIT
+from quire.ops.cuda.launch import SOME, Prepared, at
+from quire.ops.cuda.machine import Machine
+from quire.ops.cuda.matrices import Segment
+from quire.ops.cuda.nvrtc import native
+
+ROWS = (48, 64, 80, 96, 128, 160, 192)
+"""Weight rows that a tile may have."""
+_TOKENS, _THREADS = 128, 384
+_STAGES = 8
+_AROUND = 24
+"""What a tile costs beside its products, in rows."""
+_P, _L, _I = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int
+_DTYPES = {torch.float16: (6, "f16"), torch.bfloat16: (9, "bf16")}
+"""As the driver and PTX name them."""
+_SWIZZLED, _PROMOTED = 3, 3  # by 128 bytes; reads of 256 bytes
+
+
+class _Many(ctypes.Structure):
+    """ManyArgs of many.cu."""
+
+    _fields_ = (
+        ("x", ctypes.c_ubyte * 128), ("w", ctypes.c_ubyte * 128), ("out", _P), ("bias", _P),
+        ("into", _P), ("undo", _P), ("stride", _L), ("n", _I), ("rows", _I), ("blocks", _I),
+        ("slice", _I), ("row_tiles", _I), ("token_tiles", _I), ("act", _I), ("bfloat", _I),
+        ("pad", ctypes.c_ubyte * 56),
+    )  # fmt: skip
+
+
+def takes_many(machine: Machine, x: Prepared, w: Segment, out: torch.Tensor) -> bool:
+    """Whether the kernel for many tokens can multiply these."""
+    if machine.interpreted or x.n <= SOME or x.fine or w.format.bits or w.first:
+        return False
+    if w.q.dtype is not x.values.dtype or w.q.dtype not in _DTYPES:
+        return False
+    aligned = out.stride(0) % 2 == 0 and out.data_ptr() % 8 == 0
+    hopper = torch.cuda.get_device_capability(machine.device)[0] == 9
+    return hopper and aligned and w.cols % UNIT == 0 and w.rows % TILE == 0
+
+
+class Tile(NamedTuple):
+    """What many.cu is compiled for: it changes no bit."""
+
+    rows: int
+    shared: int
+    """What two neighbours share: 1 rows, 2 tokens."""
+    two: bool
+    """Registers for two slices."""
+
+
+def tile_of(rows: int, tokens: int, processors: int) -> Tile:
+    """The tile with which a product of so many weight rows takes least time."""
+    token_tiles = -(-tokens // _TOKENS)
+
+    def cost(size: int) -> int:
+        tiles = -(-rows // size) * token_tiles
+        return -(-tiles // processors) * (size + _AROUND)
+
+    best = min(ROWS, key=cost)
+    return Tile(best, 1 if token_tiles % 2 == 0 and best >= _TOKENS else 2, best <= _TOKENS)
+
+
+def product_many(
+    machine: Machine, x: Prepared, w: Segment, out: torch.Tensor, bias: torch.Tensor | None = None,
+    into: bool = False, act: int = 0,
+) -> None:  # fmt: skip
+    """One segment's columns of the output; with `act` of gate and up, act(gate) · up."""
+    on = native(machine.device)
+    size, shared, two = tile_of(w.rows, x.n, on.processors)
+    stage = 2 * UNIT * (_TOKENS + size)
+    stages = min((on.most_shared - 2048) // stage, _STAGES)
+    kind, name = _DTYPES[w.q.dtype]
+    kernel = on.kernel(
+        ("common", "many"), "many_gated" if act else "many", _THREADS, ROWS=size, SHARED=shared,
+        STAGES=stages, TYPE=name, TWO=int(two),
+    )  # fmt: skip
+    rows, per_tile = (w.rows // 2, size // 2) if act else (w.rows, size)
+    tiles = -(-rows // per_tile), -(-x.n // _TOKENS)
+    given = _Many(
+        _map(x.values.data_ptr(), x.n, w.cols, 64, kind),
+        _map(w.q.data_ptr(), w.rows, w.cols, size // 2, kind),
+        at(out), at(bias), at(out) if into else None, at(x.scales) if x.scaled else None,
+        out.stride(0), x.n, rows, w.cols // UNIT, w.slice_cols // UNIT, *tiles, act,
+        out.dtype is torch.bfloat16,
+    )  # fmt: skip
+    pairs = -(-tiles[1] // 2) * tiles[0] if shared == 1 else -(-tiles[0] // 2) * tiles[1]
+    grid = 2 * min(pairs, on.processors // 2), 1, 1
+    kernel.launch(on.stream, grid, stages * (stage + 16) + 1024, given)
+
+
+@lru_cache(4096)
+def _map(address: int, rows: int, cols: int, box: int, kind: int) -> ctypes.Array[ctypes.c_ubyte]:
+    """How the copy engine is told of a matrix of 16 bits and boxes of its rows by 64 columns."""
+    room = (ctypes.c_ubyte * 192)()
+    start = -ctypes.addressof(room) % 64
+    call(
+        "cuTensorMapEncodeTiled", ctypes.c_void_p(ctypes.addressof(room) + start), kind, 2,
+        ctypes.c_void_p(address), (ctypes.c_uint64 * 2)(cols, rows), (ctypes.c_uint64 * 1)(2 * cols),
+        (ctypes.c_uint32 * 2)(UNIT, box), (ctypes.c_uint32 * 2)(1, 1), 0, _SWIZZLED, _PROMOTED, 0,
+    )  # fmt: skip
+    return (ctypes.c_ubyte * 128).from_buffer_copy(room, start)
