@@ -1,4 +1,7 @@
-"""Who launches the products of many tokens on Hopper: many.cu, in tiles that fill the GPU."""
+"""Products of many tokens: weights unpacked for them, and on Hopper many.cu.
+
+Tiles are cut so that they fill the GPU.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from quire.ops.cuda.nvrtc import native
 
 ROWS = (48, 64, 80, 96, 128, 160, 192)
 """Weight rows that a tile may have."""
-_TOKENS, _THREADS = 128, 384
+_TOKENS, _THREADS, _EXPANDERS = 128, 384, 256
 _STAGES = 8
 _AROUND = 24
 """What a tile costs beside its products, in rows."""
@@ -36,6 +39,12 @@ class _Many(ctypes.Structure):
         ("slice", _I), ("row_tiles", _I), ("token_tiles", _I), ("act", _I), ("bfloat", _I),
         ("pad", ctypes.c_ubyte * 56),
     )  # fmt: skip
+
+
+class _Expand(ctypes.Structure):
+    """ExpandArgs of expand.cu."""
+
+    _fields_ = (("w", _P), ("out", _P), ("rows", _I), ("cols", _I), ("bfloat", _I))
 
 
 def takes_many(machine: Machine, x: Prepared, w: Segment, out: torch.Tensor) -> bool:
@@ -104,9 +113,21 @@ def _map(address: int, rows: int, cols: int, box: int, kind: int) -> ctypes.Arra
     """How the copy engine is told of a matrix of 16 bits and boxes of its rows by 64 columns."""
     room = (ctypes.c_ubyte * 192)()
     start = -ctypes.addressof(room) % 64
+    sizes, strides = (ctypes.c_uint64 * 2)(cols, rows), (ctypes.c_uint64 * 1)(2 * cols)
     call(
         "cuTensorMapEncodeTiled", ctypes.c_void_p(ctypes.addressof(room) + start), kind, 2,
-        ctypes.c_void_p(address), (ctypes.c_uint64 * 2)(cols, rows), (ctypes.c_uint64 * 1)(2 * cols),
-        (ctypes.c_uint32 * 2)(UNIT, box), (ctypes.c_uint32 * 2)(1, 1), 0, _SWIZZLED, _PROMOTED, 0,
+        ctypes.c_void_p(address), sizes, strides, (ctypes.c_uint32 * 2)(UNIT, box),
+        (ctypes.c_uint32 * 2)(1, 1), 0, _SWIZZLED, _PROMOTED, 0,
     )  # fmt: skip
     return (ctypes.c_ubyte * 128).from_buffer_copy(room, start)
+
+
+def expand(machine: Machine, w: Segment, out: torch.Tensor) -> None:
+    """Quantised weights as the very float16 that products make of them, or as bfloat16."""
+    on = native(machine.device)
+    kernel = on.kernel(
+        ("common", "weights", "expand"), "expand", _EXPANDERS, WEIGHTS=w.format.native
+    )
+    units = -(-w.rows // TILE) * -(-w.cols // UNIT)
+    given = _Expand(at(w.q), at(out), w.rows, w.cols, out.dtype is torch.bfloat16)
+    kernel.launch(on.stream, (-(-units // (4 * _EXPANDERS // 32)), 1, 1), 0, given)

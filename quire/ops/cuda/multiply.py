@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from quire.ops.cuda.kernels import product as kernels
 from quire.ops.cuda.kernels import rows as row_kernels
 from quire.ops.cuda.launch import SOME, Prepared, Slices
 from quire.ops.cuda.machine import power_of_two
-from quire.ops.cuda.many import product_many, takes_many
+from quire.ops.cuda.many import expand, product_many, takes_many
 from quire.ops.cuda.matrices import Segment
 
 _NATIVE = 32
@@ -117,7 +118,7 @@ class Multiplying(Arrays):
         if w.format.bits and not self.machine.interpreted:
             if x.n <= SOME:
                 return launch.product_some(self.machine, x, w, to.out, to.bias, to.into)
-            w = self._expanded(w, x.values.dtype)
+            w = self.expanded([w], x.values.dtype)
         if not self.exact_batches and x.n > SOME and self._library(x, w, to):
             return None
         if takes_many(self.machine, x, w, to.out):
@@ -139,7 +140,7 @@ class Multiplying(Arrays):
         if w.format.bits and x.n <= SOME:
             launch.product_some(self.machine, x, w, out, act=act)
             return out
-        w = self._expanded(w, x.values.dtype) if w.format.bits else w
+        w = self.expanded([w], x.values.dtype) if w.format.bits else w
         if takes_many(self.machine, x, w, out):
             product_many(self.machine, x, w, out, act=act)
             return out
@@ -164,17 +165,20 @@ class Multiplying(Arrays):
         narrow = not w.format.bits and w.format.dtype is not torch.float32
         return narrow and not (self.machine.interpreted or w.first or w.cols % UNIT)
 
-    def _expanded(self, w: Segment, kind: torch.dtype) -> Segment:
+    def expanded(self, segments: Sequence[Segment], kind: torch.dtype) -> Segment:
         """For many tokens: quantised weights unpacked once, instead of by every tile."""
-        values = self.machine.empty(w.rows, w.cols, dtype=kind)
-        launch.expand(self.machine, w, values)
-        return Segment(Format(0, dtype=kind), w.cols, (w.rows,), values)
+        cols, rows = segments[0].cols, tuple(segment.rows for segment in segments)
+        values, start = self.machine.empty(sum(rows), cols, dtype=kind), 0
+        for segment in segments:
+            expand(self.machine, segment, values[start : start + segment.rows])
+            start += segment.rows
+        return Segment(Format(0, dtype=kind), cols, rows, values)
 
     def gated_by_library(
         self, x: Prepared, w: Segment, act: int, kind: torch.dtype
     ) -> torch.Tensor:
         """act(gate) · up by torch's product, in this type."""
-        w = self._expanded(w, x.values.dtype) if w.format.bits else w
+        w = self.expanded([w], x.values.dtype) if w.format.bits else w
         both, rows = torch.mm(x.values, w.q.T), w.rows // 2
         out = self.machine.empty(x.n, rows, dtype=kind)
         kernels.activate[(triton.cdiv(rows, 1024), x.n)](both, out, rows, ACT=act, BLOCK=1024)
