@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from quire.ops.cuda import launch
-from quire.ops.cuda.arrays import Arrays, CudaArray, block_of
+from quire.ops.cuda.arrays import Arrays, CudaArray, Later, block_of
 from quire.ops.cuda.formats import UNIT, Format
 from quire.ops.cuda.kernels import product as kernels
 from quire.ops.cuda.kernels import rows as row_kernels
@@ -104,6 +104,14 @@ class Multiplying(Arrays):
             return Prepared(values, scales, n, fine)
         joined, total = None, None
         left = x.pending
+        if (
+            isinstance(left, Later)
+            and kind is torch.bfloat16
+            and norm is None
+            and not (act or fine)
+        ):
+            left.join(values)  # it is written in this type at once
+            return Prepared(values, values, n, False)
         if isinstance(left, Slices) and left.fused and not (act or fine or kind is torch.float32):
             total = self.machine.empty(*x.shape)
             joined = left.arguments(x.base, total)
