@@ -19,8 +19,8 @@ from quire.ops.cuda.matrices import Segment
 from quire.ops.cuda.nvrtc import native
 
 ROWS = (48, 64, 80, 96, 128, 160, 192)
-"""Weight rows that a tile may have."""
-_TOKENS, _THREADS, _EXPANDERS = 128, 384, 256
+"""Weight rows that a tile may have; of quantised weights no more than 160."""
+_TOKENS, _GROUP, _EXPANDERS = 128, 128, 256
 _STAGES = 8
 _AROUND = 24
 """What a tile costs beside its products, in rows."""
@@ -30,14 +30,18 @@ _DTYPES = {torch.float16: (6, "f16"), torch.bfloat16: (9, "bf16")}
 _SWIZZLED, _PROMOTED = 3, 3  # by 128 bytes; reads of 256 bytes
 
 
+_Map = ctypes.c_ubyte * 128
+"""CUtensorMap."""
+
+
 class _Many(ctypes.Structure):
     """ManyArgs of many.cu."""
 
     _fields_ = (
-        ("x", ctypes.c_ubyte * 128), ("w", ctypes.c_ubyte * 128), ("out", _P), ("bias", _P),
-        ("into", _P), ("undo", _P), ("stride", _L), ("n", _I), ("rows", _I), ("blocks", _I),
-        ("slice", _I), ("row_tiles", _I), ("token_tiles", _I), ("act", _I), ("bfloat", _I),
-        ("pad", ctypes.c_ubyte * 56),
+        ("x", _Map), ("w", _Map), ("packed", _P), ("out", _P), ("bias", _P), ("into", _P),
+        ("undo", _P), ("stride", _L), ("n", _I), ("rows", _I), ("blocks", _I), ("slice", _I),
+        ("row_tiles", _I), ("token_tiles", _I), ("act", _I), ("bfloat", _I),
+        ("pad", ctypes.c_ubyte * 48),
     )  # fmt: skip
 
 
@@ -47,15 +51,19 @@ class _Expand(ctypes.Structure):
     _fields_ = (("w", _P), ("out", _P), ("rows", _I), ("cols", _I), ("bfloat", _I))
 
 
+def unpacks(machine: Machine) -> bool:
+    """Whether products of many tokens unpack quantised weights themselves."""
+    return not machine.interpreted and torch.cuda.get_device_capability(machine.device)[0] == 9
+
+
 def takes_many(machine: Machine, x: Prepared, w: Segment, out: torch.Tensor) -> bool:
     """Whether the kernel for many tokens can multiply these."""
-    if machine.interpreted or x.n <= SOME or x.fine or w.format.bits or w.first:
+    if x.n <= SOME or x.fine or w.first or not unpacks(machine):
         return False
-    if w.q.dtype is not x.values.dtype or w.q.dtype not in _DTYPES:
+    if x.values.dtype is not w.format.multiply or x.values.dtype not in _DTYPES:
         return False
     aligned = out.stride(0) % 2 == 0 and out.data_ptr() % 8 == 0
-    hopper = torch.cuda.get_device_capability(machine.device)[0] == 9
-    return hopper and aligned and w.cols % UNIT == 0 and w.rows % TILE == 0
+    return aligned and w.cols % UNIT == 0 and w.rows % TILE == 0
 
 
 class Tile(NamedTuple):
@@ -68,14 +76,17 @@ class Tile(NamedTuple):
     """Registers for two slices."""
 
 
-def tile_of(rows: int, tokens: int, processors: int) -> Tile:
-    """The tile with which a product of so many weight rows takes least time."""
-    token_tiles = -(-tokens // _TOKENS)
+def tile_of(w: Segment, tokens: int, processors: int, gated: bool) -> Tile:
+    """The tile with which a product of so many tokens takes least time."""
+    token_tiles, packed = -(-tokens // _TOKENS), w.format.bits > 0
 
     def cost(size: int) -> int:
-        tiles = -(-rows // size) * token_tiles
+        tiles = -(-w.rows // size) * token_tiles
         return -(-tiles // processors) * (size + _AROUND)
 
+    if packed:
+        best = min((s for s in ROWS if s <= 160 and not (gated and s % 32)), key=cost)
+        return Tile(best, 2, best <= 96)
     best = min(ROWS, key=cost)
     return Tile(best, 1 if token_tiles % 2 == 0 and best >= _TOKENS else 2, best <= _TOKENS)
 
@@ -85,27 +96,30 @@ def product_many(
     into: bool = False, act: int = 0,
 ) -> None:  # fmt: skip
     """One segment's columns of the output; with `act` of gate and up, act(gate) · up."""
-    on = native(machine.device)
-    size, shared, two = tile_of(w.rows, x.n, on.processors)
-    stage = 2 * UNIT * (_TOKENS + size)
+    on, packed = native(machine.device), w.format.bits > 0
+    tile = tile_of(w, x.n, on.processors, act > 0)
+    kind, name = _DTYPES[x.values.dtype]
+    units = tile.rows // TILE * w.format.unit_bytes if packed else 0
+    stage = -(-(2 * UNIT * (_TOKENS + tile.rows) + units) // 1024) * 1024
     stages = min((on.most_shared - 2048) // stage, _STAGES)
-    kind, name = _DTYPES[w.q.dtype]
-    kernel = on.kernel(
-        ("common", "many"), "many_gated" if act else "many", _THREADS, ROWS=size, SHARED=shared,
-        STAGES=stages, TYPE=name, TWO=int(two),
-    )  # fmt: skip
-    rows, per_tile = (w.rows // 2, size // 2) if act else (w.rows, size)
+    given = {"ROWS": tile.rows, "SHARED": tile.shared, "STAGES": stages, "TYPE": name}
+    given |= {"TWO": int(tile.two)} | ({"WEIGHTS": w.format.native} if packed else {})
+    files = ("common", "weights", "many") if packed else ("common", "many")
+    threads = (4 if packed else 3) * _GROUP
+    kernel = on.kernel(files, "many_gated" if act else "many", threads, **given)
+    rows, per_tile = (w.rows // 2, tile.rows // 2) if act else (w.rows, tile.rows)
     tiles = -(-rows // per_tile), -(-x.n // _TOKENS)
-    given = _Many(
+    arguments = _Many(
         _map(x.values.data_ptr(), x.n, w.cols, 64, kind),
-        _map(w.q.data_ptr(), w.rows, w.cols, size // 2, kind),
+        _Map() if packed else _map(w.q.data_ptr(), w.rows, w.cols, tile.rows // 2, kind), at(w.q),
         at(out), at(bias), at(out) if into else None, at(x.scales) if x.scaled else None,
         out.stride(0), x.n, rows, w.cols // UNIT, w.slice_cols // UNIT, *tiles, act,
         out.dtype is torch.bfloat16,
     )  # fmt: skip
-    pairs = -(-tiles[1] // 2) * tiles[0] if shared == 1 else -(-tiles[0] // 2) * tiles[1]
+    paired, others = tiles if tile.shared == 2 else tiles[::-1]
+    pairs = -(-paired // 2) * others
     grid = 2 * min(pairs, on.processors // 2), 1, 1
-    kernel.launch(on.stream, grid, stages * (stage + 16) + 1024, given)
+    kernel.launch(on.stream, grid, stages * (stage + 24), arguments)
 
 
 @lru_cache(4096)
@@ -119,7 +133,7 @@ def _map(address: int, rows: int, cols: int, box: int, kind: int) -> ctypes.Arra
         ctypes.c_void_p(address), sizes, strides, (ctypes.c_uint32 * 2)(UNIT, box),
         (ctypes.c_uint32 * 2)(1, 1), 0, _SWIZZLED, _PROMOTED, 0,
     )  # fmt: skip
-    return (ctypes.c_ubyte * 128).from_buffer_copy(room, start)
+    return _Map.from_buffer_copy(room, start)
 
 
 def expand(machine: Machine, w: Segment, out: torch.Tensor) -> None:

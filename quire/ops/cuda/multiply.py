@@ -126,7 +126,8 @@ class Multiplying(Arrays):
         if w.format.bits and not self.machine.interpreted:
             if x.n <= SOME:
                 return launch.product_some(self.machine, x, w, to.out, to.bias, to.into)
-            w = self.expanded([w], x.values.dtype)
+            if not takes_many(self.machine, x, w, to.out):
+                w = self.expanded([w], x.values.dtype)
         if not self.exact_batches and x.n > SOME and self._library(x, w, to):
             return None
         if takes_many(self.machine, x, w, to.out):
@@ -148,7 +149,8 @@ class Multiplying(Arrays):
         if w.format.bits and x.n <= SOME:
             launch.product_some(self.machine, x, w, out, act=act)
             return out
-        w = self.expanded([w], x.values.dtype) if w.format.bits else w
+        if w.format.bits and not takes_many(self.machine, x, w, out):
+            w = self.expanded([w], x.values.dtype)
         if takes_many(self.machine, x, w, out):
             product_many(self.machine, x, w, out, act=act)
             return out
@@ -194,7 +196,7 @@ class Multiplying(Arrays):
 
     def _library(self, x: Prepared, w: Segment, to: Sum) -> bool:
         """By torch's product, if it has this one."""
-        narrow = w.format.dtype is not torch.float32 and not w.first
+        narrow = not w.format.bits and w.format.dtype is not torch.float32 and not w.first
         if self.machine.interpreted or x.fine or not (narrow and _WIDE_SUMS):
             return False
         weights, plain = w.q.T, not x.scaled and to.bias is None

@@ -12,6 +12,7 @@ from quire.ops.cuda.arrays import CudaArray, array_of, row_of, values_of
 from quire.ops.cuda.formats import TILE
 from quire.ops.cuda.launch import Prepared, Slices
 from quire.ops.cuda.machine import OnDevice, need
+from quire.ops.cuda.many import unpacks
 from quire.ops.cuda.matrices import CudaMatrix, Segment
 from quire.ops.cuda.multiply import MULTIPLY, Multiplying, Sum
 
@@ -149,7 +150,9 @@ class Matrices(Multiplying):
     def _at_once(self, w: CudaMatrix, n: int, fine: bool) -> Sequence[Segment]:
         """What so many tokens are multiplied with: of many, quantised segments become one."""
         packed = [segment.format for segment in w.segments if segment.format.bits]
-        several = 1 < len(packed) == len(w.segments)
-        if n <= launch.SOME or fine or self.machine.interpreted or not several:
+        if n <= launch.SOME or fine or not 1 < len(packed) == len(w.segments):
             return w.segments
-        return [self.expanded(w.segments, self.kind_of(packed[0], n))]
+        kind = self.kind_of(packed[0], n)
+        if self.machine.interpreted or (kind is torch.float16 and unpacks(self.machine)):
+            return w.segments
+        return [self.expanded(w.segments, kind)]

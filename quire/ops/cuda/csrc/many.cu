@@ -5,7 +5,7 @@
 // half of what they share into both.
 //
 // Given: ROWS of weights in a tile; SHARED: 1 rows, 2 tokens; STAGES of the ring; TYPE bf16 or f16;
-// TWO: registers for two slices.
+// TWO: registers for two slices. With WEIGHTS they are quantised: a third group of warps unpacks them.
 
 #define TEXT_OF(x) #x
 #define TEXT(x) TEXT_OF(x)
@@ -50,13 +50,19 @@
 constexpr int GROUP = 128;                        // threads that multiply together
 constexpr int HALF_X = 64 * UNIT * 2;             // bytes of the tokens of one group
 constexpr int HALF_W = ROWS / 2 * UNIT * 2;       // bytes of half the weight rows
-constexpr int STAGE = 2 * (HALF_X + HALF_W);
+#ifdef WEIGHTS
+constexpr int PACKED = ROWS / 16 * WEIGHTS::bytes;
+#else
+constexpr int PACKED = 0;
+#endif
+constexpr int STAGE = (2 * (HALF_X + HALF_W) + PACKED + 1023) / 1024 * 1024;
 constexpr int SUMS = ROWS / 2;                    // of a thread
 
 struct __align__(64) TensorMap { u64 words[16]; };
 
 struct ManyArgs {
   TensorMap x, w;      // boxes of 64 tokens, or of ROWS / 2 weight rows, by 64 columns
+  const u8* packed;    // quantised weights
   void* out;           // [tokens, stride]
   const float* bias;   // null: none
   const float* into;   // null: none; as `out`
@@ -96,6 +102,11 @@ __device__ __forceinline__ void cluster_arrive_and_wait() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
+__device__ __forceinline__ void copy_bytes(u32 to, const u8* from, int bytes, u32 bar) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(to), "l"(from), "r"(bytes), "r"(bar) : "memory");
+}
+
 // A box of a matrix; with `both` into the same place of both blocks.
 __device__ __forceinline__ void copy_box(u32 to, const TensorMap& map, int column, int row, u32 bar, bool both) {
   if (both)
@@ -133,6 +144,7 @@ struct Ring {
   __device__ __forceinline__ u32 tiles() const { return base + stage * STAGE; }
   __device__ __forceinline__ u32 full(u32 s) const { return base + STAGES * STAGE + s * 8; }
   __device__ __forceinline__ u32 empty(u32 s) const { return full(STAGES + s); }
+  __device__ __forceinline__ u32 ready(u32 s) const { return full(2 * STAGES + s); }  // unpacked
   __device__ __forceinline__ void next() {
     if (++stage == STAGES) stage = 0, phase ^= 1;
   }
@@ -152,20 +164,91 @@ __device__ __forceinline__ int all_work(const ManyArgs& a) {
   return SHARED == 1 ? (a.token_tiles + 1) / 2 * a.row_tiles : (a.row_tiles + 1) / 2 * a.token_tiles;
 }
 
-template <bool GATED> __device__ __forceinline__ void fill(const ManyArgs& a, Ring ring, int rank) {
+// The row of the weights at which half a tile's rows start.
+template <bool GATED> __device__ __forceinline__ int row_of(const ManyArgs& a, Tile tile, int half) {
+  return GATED ? tile.row * (ROWS / 2) + half * a.rows : tile.row * ROWS + half * (ROWS / 2);
+}
+
+#ifdef WEIGHTS
+
+constexpr int UNITS = ROWS / 16, PER_WARP = (UNITS + 3) / 4;
+
+// Where a unit of a tile's rows lies, at the first columns; null behind the last row.
+template <bool GATED> __device__ __forceinline__ const u8* unit_at(const ManyArgs& a, Tile tile, int i) {
+  const int half = GATED && i >= UNITS / 2, unit = row_of<GATED>(a, tile, half) / 16 + (half ? i - UNITS / 2 : i);
+  return unit < (GATED ? 2 * a.rows : a.rows) / 16 ? a.packed + (u64)unit * a.blocks * WEIGHTS::bytes : nullptr;
+}
+
+// Weights of what has arrived, as the copy engine would have laid them.
+__device__ __forceinline__ void unpack(const ManyArgs& a, Ring ring, const u8* shared) {
+  const int warp = threadIdx.x % GROUP / 32, lane = threadIdx.x % 32, row = lane % 16;
+  for (int work = blockIdx.x / 2; work < all_work(a); work += gridDim.x / 2)
+    for (int k = 0; k < a.blocks; ++k, ring.next()) {
+      barrier_wait(ring.full(ring.stage), ring.phase);
+      const u8* from = shared + (ring.tiles() - ring.base) + 2 * (HALF_X + HALF_W);
+#pragma unroll
+      for (int i = 0; i < PER_WARP; ++i) {
+        const int unit = i * 4 + warp;
+        if (unit >= UNITS) break;
+        const typename WEIGHTS::Raw raw = WEIGHTS::read(from + unit * WEIGHTS::bytes, lane);
+        const u32 to = ring.tiles() + 2 * HALF_X + (unit * 16 + row) * 128;
+#pragma unroll
+        for (int step = 0; step < 4; ++step) {
+          u32 w[4];
+          WEIGHTS::operand(raw, step, w);
+          asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                       ::"r"(to + ((step * 2 + lane / 16 ^ row & 7) << 4)), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]) : "memory");
+        }
+      }
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+      __syncwarp();
+      if (lane == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(ring.ready(ring.stage)) : "memory");
+    }
+}
+
+#endif
+
+// What both blocks share is copied by each to half; by the first thread of a warp.
+template <bool GATED> __device__ __forceinline__ void copy_tiles(const ManyArgs& a, Tile tile, int k, u32 to, u32 bar, int rank) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    if (SHARED == 1 || half == rank)
+      copy_box(to + half * HALF_X, a.x, k * UNIT, tile.token * 128 + half * 64, bar, SHARED == 2);
+#ifndef WEIGHTS
+    if (SHARED == 2 || half == rank)
+      copy_box(to + 2 * HALF_X + half * HALF_W, a.w, k * UNIT, row_of<GATED>(a, tile, half), bar, SHARED == 1);
+#endif
+  }
+}
+
+// Fills the ring: tokens and weights by the last warp, packed weights by all four.
+template <bool GATED> __device__ __forceinline__ void fill(const ManyArgs& a, Ring ring, int rank, int warp) {
   for (int work = blockIdx.x / 2; work < all_work(a); work += gridDim.x / 2) {
     const Tile tile = tile_of(a, work, rank);
-    for (int k = 0; k < a.blocks; ++k, ring.next()) {
-      barrier_wait(ring.empty(ring.stage), ring.phase ^ 1);
-      const u32 bar = ring.full(ring.stage);
-      barrier_expect(bar, STAGE);
+#ifdef WEIGHTS
+    int bytes = 2 * HALF_X;
+    for (int i = 0; i < UNITS; ++i) bytes += unit_at<GATED>(a, tile, i) ? WEIGHTS::bytes : 0;
+    const u8* from[PER_WARP];
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const u32 to_x = ring.tiles() + half * HALF_X, to_w = ring.tiles() + 2 * HALF_X + half * HALF_W;
-        if (SHARED == 1 || half == rank) copy_box(to_x, a.x, k * UNIT, tile.token * 128 + half * 64, bar, SHARED == 2);
-        const int row = GATED ? tile.row * (ROWS / 2) + half * a.rows : tile.row * ROWS + half * (ROWS / 2);
-        if (SHARED == 2 || half == rank) copy_box(to_w, a.w, k * UNIT, row, bar, SHARED == 1);
+    for (int i = 0; i < PER_WARP; ++i) from[i] = i * 4 + warp < UNITS ? unit_at<GATED>(a, tile, i * 4 + warp) : nullptr;
+#else
+    const int bytes = 2 * (HALF_X + HALF_W);
+#endif
+    for (int k = 0; k < a.blocks; ++k, ring.next()) {
+      const u32 bar = ring.full(ring.stage), to = ring.tiles();
+      barrier_wait(ring.empty(ring.stage), ring.phase ^ 1);
+      if (warp == 3) {
+        barrier_expect(bar, bytes);
+        copy_tiles<GATED>(a, tile, k, to, bar, rank);
       }
+#ifdef WEIGHTS
+#pragma unroll
+      for (int i = 0; i < PER_WARP; ++i)
+        if (from[i]) {
+          copy_bytes(to + 2 * (HALF_X + HALF_W) + (i * 4 + warp) * WEIGHTS::bytes, from[i], WEIGHTS::bytes, bar);
+          from[i] += WEIGHTS::bytes;
+        }
+#endif
     }
   }
 }
@@ -188,6 +271,9 @@ struct Multiplier {
   // 64 columns: d += …, or with `fresh` d = …; those before them are done then.
   __device__ __forceinline__ void block(float (&d)[SUMS], bool fresh) {
     barrier_wait(ring.full(ring.stage), ring.phase);
+#ifdef WEIGHTS
+    barrier_wait(ring.ready(ring.stage), ring.phase);
+#endif
     const u64 x = matrix_at(ring.tiles() + group * HALF_X), w = matrix_at(ring.tiles() + 2 * HALF_X);
     products_begin();
 #pragma unroll
@@ -295,24 +381,45 @@ __device__ __forceinline__ void store_gated(const ManyArgs& a, const float (&tot
   }
 }
 
+#ifdef WEIGHTS
+constexpr int GROUPS = 4;
+#define MULTIPLIERS "200"
+#define FILLER "40"
+#else
+constexpr int GROUPS = 3;
+#define MULTIPLIERS "240"
+#define FILLER "24"
+#endif
+
+// Groups 0 and 1 multiply, the last one fills the ring, one between them unpacks.
 template <bool GATED> __device__ __forceinline__ void many_tiles(const ManyArgs& a) {
-  extern __shared__ u8 shared[];
-  Ring ring{(shared_address(shared) + 1023) / 1024 * 1024, 0, 0};
+  extern __shared__ __align__(1024) u8 shared[];
+  Ring ring{shared_address(shared), 0, 0};
   u32 rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   if (threadIdx.x == 0) {
-    for (int s = 0; s < STAGES; ++s) barrier_start(ring.full(s), 1), barrier_start(ring.empty(s), 4);
+    for (int s = 0; s < STAGES; ++s) barrier_start(ring.full(s), 1), barrier_start(ring.empty(s), 4), barrier_start(ring.ready(s), 4);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   let_next_start();
   cluster_arrive_and_wait();
   wait_for_previous();
   const int group = threadIdx.x / GROUP;
-  if (group == 2) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-    if (threadIdx.x % GROUP == 0) fill<GATED>(a, ring, rank);
+  if (group == GROUPS - 1) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 " FILLER ";");
+    const int warp = threadIdx.x % GROUP / 32;
+#ifdef WEIGHTS
+    if (threadIdx.x % 32 == 0) fill<GATED>(a, ring, rank, warp);
+#else
+    if (threadIdx.x % 32 == 0 && warp == 3) fill<GATED>(a, ring, rank, warp);
+#endif
+#ifdef WEIGHTS
+  } else if (group == 2) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 72;");
+    unpack(a, ring, shared);
+#endif
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 " MULTIPLIERS ";");
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     Multiplier m{ring, group, 0, false};
     for (int work = blockIdx.x / 2; work < all_work(a); work += gridDim.x / 2) {
@@ -327,12 +434,14 @@ template <bool GATED> __device__ __forceinline__ void many_tiles(const ManyArgs&
   cluster_arrive_and_wait();  // a neighbour may still copy to this block
 }
 
-extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(3 * GROUP, 1)
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(GROUPS * GROUP, 1)
 many(const __grid_constant__ ManyArgs a) {
   many_tiles<false>(a);
 }
 
-extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(3 * GROUP, 1)
+#if !defined(WEIGHTS) || ROWS % 32 == 0
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(GROUPS * GROUP, 1)
 many_gated(const __grid_constant__ ManyArgs a) {
   many_tiles<true>(a);
 }
+#endif
