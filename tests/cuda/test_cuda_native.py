@@ -114,6 +114,17 @@ def test_products_of_some_tokens(tokens: int) -> None:
     assert stack(code) == 0
 
 
+@pytest.mark.parametrize("rows, two, weights", [
+    (192, 0, ""), (160, 0, "Quantised<4,32,1>"), (128, 1, ""), (96, 1, "Quantised<8,16,0>"),
+    (48, 1, "Quantised<8,32,1>"),
+])  # fmt: skip
+def test_products_of_many_tokens(rows: int, two: int, weights: str) -> None:
+    given = {"ROWS": rows, "SHARED": 2, "STAGES": 4, "TYPE": "f16", "TWO": two}
+    code = compiled(["many"], "sm_90a", **given, **({"WEIGHTS": weights} if weights else {}))
+    assert "many" in registers(code)
+    assert stack(code) == 0
+
+
 def test_what_was_compiled_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     first = nvrtc.compiled(

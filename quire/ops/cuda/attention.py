@@ -129,7 +129,7 @@ class Attention(Arrays):
             call.q_norm, call.k_norm, call.turns, shape.seqs, shape.pages, shape.page_bytes,
             *call.offsets, call.qkv.shape[1], call.layer.eps, h.scale, h.softcap, h.window, per,
             **call.constants, **tile, CAPPED=h.softcap > 0, STORE=call.store, SPAN=SPAN,
-            AHEAD=ahead, **({"launch_pdl": True} if ahead else {}),
+            **_ahead(ahead),
         )  # fmt: skip
 
     def _arrivals(self, n: int) -> torch.Tensor:
@@ -150,6 +150,7 @@ class Attention(Arrays):
             call.qkv, queries, call.pages.base, call.pages.slots, call.q_norm, call.k_norm,
             call.turns, shape.page_bytes, *call.offsets, call.qkv.shape[1], call.layer.eps,
             **call.constants, BQ=rows, BKV=power_of_two(h.n_kv_heads), Q_PARTS=parts,
+            **_ahead(self.machine.launches_ahead),
         )  # fmt: skip
         return queries
 
@@ -174,6 +175,7 @@ class Attention(Arrays):
             shape.tokens, shape.pages, shape.holes, shape.page_bytes, *call.offsets, h.scale,
             h.softcap, h.window, CAPPED=h.softcap > 0, HOLES=holes is not None, SPLIT=split,
             SPAN=SPAN, **call.layer.shapes(shape.page_tokens), **tile,
+            **_ahead(self.machine.launches_ahead),
         )  # fmt: skip
         if split:
             kernels.merge_splits[(triton.cdiv(n_queries, 4),)](
@@ -216,6 +218,11 @@ class _Call:
         }  # fmt: skip
 
 
+def _ahead(ahead: bool) -> dict[str, Any]:
+    """How a kernel is launched before the one that it waits for has ended."""
+    return {"AHEAD": True, "launch_pdl": True} if ahead else {"AHEAD": False}
+
+
 def _most(layer: Layer) -> int:
     """Queries that a program takes at most."""
     shapes = layer.shapes(16)
@@ -235,5 +242,5 @@ def _tile(layer: Layer, page_tokens: int, tokens: int, machine: Machine) -> dict
     block = 32 if exact or max(shapes["DKP"], shapes["DVP"]) > 128 else 64
     return {
         "BM": rows, "BN": block, "MULTIPLY": MULTIPLY[dtype], "num_warps": 8 if rows >= 128 else 4,
-        "num_stages": 1 if exact else 2,
+        "num_stages": 1 if exact else 2 if tokens == 1 else 3,
     }  # fmt: skip

@@ -116,9 +116,13 @@ def attend(
     KIND_K: tl.constexpr, KIND_V: tl.constexpr,
     SIZE_K: tl.constexpr, SIZE_V: tl.constexpr, ROW_K: tl.constexpr, ROW_V: tl.constexpr,
     MULTIPLY: tl.constexpr, CAPPED: tl.constexpr, HOLES: tl.constexpr, SPLIT: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """The queries of a tile, of the heads that share a KV head; with SPLIT one span of slots."""
     tile, head = tl.program_id(0), tl.program_id(1)
+    if AHEAD:  # it was launched before what it reads was written (programmatic dependent launch)
+        gdc_wait()
+        gdc_launch_dependents()
     group: tl.constexpr = HEADS // KV_HEADS
     row, count = tl.load(tile_row + tile), tl.load(tile_count + tile)
     if count == 0:
@@ -209,7 +213,7 @@ def decode(
     group: tl.constexpr = HEADS // KV_HEADS
     row = qkv + seq * stride
     rope += seq * N_ROT
-    if AHEAD:  # it was launched before what it reads was written (programmatic dependent launch)
+    if AHEAD:
         gdc_wait()
         gdc_launch_dependents()
     m, d, e = tl.arange(0, BM), tl.arange(0, DKP), tl.arange(0, DVP)
