@@ -99,7 +99,7 @@ __device__ __forceinline__ void barrier_arrive(u32 bar, u32 rank) {
 }
 
 __device__ __forceinline__ void cluster_arrive_and_wait() {
-  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
 }
 
 __device__ __forceinline__ void copy_bytes(u32 to, const u8* from, int bytes, u32 bar) {
@@ -431,6 +431,7 @@ template <bool GATED> __device__ __forceinline__ void many_tiles(const ManyArgs&
       else store_sums(a, total, token, tile.row * ROWS + row);
     }
   }
+  __syncwarp();
   cluster_arrive_and_wait();  // a neighbour may still copy to this block
 }
 
