@@ -114,14 +114,15 @@ def test_products_of_some_tokens(tokens: int) -> None:
     assert stack(code) == 0
 
 
-@pytest.mark.parametrize("rows, two, weights", [
-    (192, 0, ""), (160, 0, "Quantised<4,32,1>"), (128, 1, ""), (96, 1, "Quantised<8,16,0>"),
-    (48, 1, "Quantised<8,32,1>"),
+@pytest.mark.parametrize("rows, two, act, weights", [
+    (192, 0, 0, ""), (160, 0, 1, "Quantised<4,32,1>"), (128, 1, 2, ""),
+    (96, 1, 1, "Quantised<8,16,0>"), (48, 1, 0, "Quantised<8,32,1>"),
 ])  # fmt: skip
-def test_products_of_many_tokens(rows: int, two: int, weights: str) -> None:
-    given = {"ROWS": rows, "SHARED": 2, "STAGES": 4, "TYPE": "f16", "TWO": two}
-    code = compiled(["many"], "sm_90a", **given, **({"WEIGHTS": weights} if weights else {}))
-    assert "many" in registers(code)
+def test_products_of_many_tokens(rows: int, two: int, act: int, weights: str) -> None:
+    given = {"ROWS": rows, "SHARED": 2, "STAGES": 4, "TYPE": "f16", "TWO": two, "ACT": act}
+    given |= {"BFLOAT": 0} | ({"WEIGHTS": weights} if weights else {})
+    code = compiled(["many"], "sm_90a", **given)
+    assert set(registers(code)) == {"many"}
     assert stack(code) == 0
 
 

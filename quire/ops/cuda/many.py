@@ -40,8 +40,7 @@ class _Many(ctypes.Structure):
     _fields_ = (
         ("x", _Map), ("w", _Map), ("packed", _P), ("out", _P), ("bias", _P), ("into", _P),
         ("undo", _P), ("stride", _L), ("n", _I), ("rows", _I), ("blocks", _I), ("slice", _I),
-        ("row_tiles", _I), ("token_tiles", _I), ("act", _I), ("bfloat", _I),
-        ("pad", ctypes.c_ubyte * 48),
+        ("row_tiles", _I), ("token_tiles", _I), ("pad", ctypes.c_ubyte * 56),
     )  # fmt: skip
 
 
@@ -103,18 +102,18 @@ def product_many(
     stage = -(-(2 * UNIT * (_TOKENS + tile.rows) + units) // 1024) * 1024
     stages = min((on.most_shared - 2048) // stage, _STAGES)
     given = {"ROWS": tile.rows, "SHARED": tile.shared, "STAGES": stages, "TYPE": name}
-    given |= {"TWO": int(tile.two)} | ({"WEIGHTS": w.format.native} if packed else {})
+    given |= {"TWO": int(tile.two), "ACT": act, "BFLOAT": int(out.dtype is torch.bfloat16)}
+    given |= {"WEIGHTS": w.format.native} if packed else {}
     files = ("common", "weights", "many") if packed else ("common", "many")
     threads = (4 if packed else 3) * _GROUP
-    kernel = on.kernel(files, "many_gated" if act else "many", threads, **given)
+    kernel = on.kernel(files, "many", threads, **given)
     rows, per_tile = (w.rows // 2, tile.rows // 2) if act else (w.rows, tile.rows)
     tiles = -(-rows // per_tile), -(-x.n // _TOKENS)
     arguments = _Many(
         _map(x.values.data_ptr(), x.n, w.cols, 64, kind),
         _Map() if packed else _map(w.q.data_ptr(), w.rows, w.cols, tile.rows // 2, kind), at(w.q),
         at(out), at(bias), at(out) if into else None, at(x.scales) if x.scaled else None,
-        out.stride(0), x.n, rows, w.cols // UNIT, w.slice_cols // UNIT, *tiles, act,
-        out.dtype is torch.bfloat16,
+        out.stride(0), x.n, rows, w.cols // UNIT, w.slice_cols // UNIT, *tiles,
     )  # fmt: skip
     paired, others = tiles if tile.shared == 2 else tiles[::-1]
     pairs = -(-paired // 2) * others

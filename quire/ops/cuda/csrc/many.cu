@@ -5,7 +5,8 @@
 // half of what they share into both.
 //
 // Given: ROWS of weights in a tile; SHARED: 1 rows, 2 tokens; STAGES of the ring; TYPE bf16 or f16;
-// TWO: registers for two slices. With WEIGHTS they are quantised: a third group of warps unpacks them.
+// TWO: registers for two slices; ACT: of weights that are gate and up, 0 of others; BFLOAT: the type of
+// the output, 0 float. With WEIGHTS they are quantised: a third group of warps unpacks them.
 
 #define TEXT_OF(x) #x
 #define TEXT(x) TEXT_OF(x)
@@ -47,6 +48,7 @@
   " {" names "}, " a ", " b ", p, 1, 1, 0, 0;\n}\n"
 #define MULTIPLY_WITH(names, ...) MULTIPLY_TEXT(names, __VA_ARGS__)
 
+constexpr bool GATED = ACT > 0;
 constexpr int GROUP = 128;                        // threads that multiply together
 constexpr int HALF_X = 64 * UNIT * 2;             // bytes of the tokens of one group
 constexpr int HALF_W = ROWS / 2 * UNIT * 2;       // bytes of half the weight rows
@@ -71,8 +73,6 @@ struct ManyArgs {
   int n, rows;         // tokens; rows of the output
   int blocks, slice;   // columns of all weights and of a slice, in 64s
   int row_tiles, token_tiles;
-  int act;             // of gate and up
-  int bfloat;          // the output's type; else float
 };
 
 // ---- barriers of the ring -----------------------------------------------------------------------
@@ -165,7 +165,7 @@ __device__ __forceinline__ int all_work(const ManyArgs& a) {
 }
 
 // The row of the weights at which half a tile's rows start.
-template <bool GATED> __device__ __forceinline__ int row_of(const ManyArgs& a, Tile tile, int half) {
+__device__ __forceinline__ int row_of(const ManyArgs& a, Tile tile, int half) {
   return GATED ? tile.row * (ROWS / 2) + half * a.rows : tile.row * ROWS + half * (ROWS / 2);
 }
 
@@ -174,8 +174,8 @@ template <bool GATED> __device__ __forceinline__ int row_of(const ManyArgs& a, T
 constexpr int UNITS = ROWS / 16, PER_WARP = (UNITS + 3) / 4;
 
 // Where a unit of a tile's rows lies, at the first columns; null behind the last row.
-template <bool GATED> __device__ __forceinline__ const u8* unit_at(const ManyArgs& a, Tile tile, int i) {
-  const int half = GATED && i >= UNITS / 2, unit = row_of<GATED>(a, tile, half) / 16 + (half ? i - UNITS / 2 : i);
+__device__ __forceinline__ const u8* unit_at(const ManyArgs& a, Tile tile, int i) {
+  const int half = GATED && i >= UNITS / 2, unit = row_of(a, tile, half) / 16 + (half ? i - UNITS / 2 : i);
   return unit < (GATED ? 2 * a.rows : a.rows) / 16 ? a.packed + (u64)unit * a.blocks * WEIGHTS::bytes : nullptr;
 }
 
@@ -209,28 +209,28 @@ __device__ __forceinline__ void unpack(const ManyArgs& a, Ring ring, const u8* s
 #endif
 
 // What both blocks share is copied by each to half; by the first thread of a warp.
-template <bool GATED> __device__ __forceinline__ void copy_tiles(const ManyArgs& a, Tile tile, int k, u32 to, u32 bar, int rank) {
+__device__ __forceinline__ void copy_tiles(const ManyArgs& a, Tile tile, int k, u32 to, u32 bar, int rank) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     if (SHARED == 1 || half == rank)
       copy_box(to + half * HALF_X, a.x, k * UNIT, tile.token * 128 + half * 64, bar, SHARED == 2);
 #ifndef WEIGHTS
     if (SHARED == 2 || half == rank)
-      copy_box(to + 2 * HALF_X + half * HALF_W, a.w, k * UNIT, row_of<GATED>(a, tile, half), bar, SHARED == 1);
+      copy_box(to + 2 * HALF_X + half * HALF_W, a.w, k * UNIT, row_of(a, tile, half), bar, SHARED == 1);
 #endif
   }
 }
 
 // Fills the ring: tokens and weights by the last warp, packed weights by all four.
-template <bool GATED> __device__ __forceinline__ void fill(const ManyArgs& a, Ring ring, int rank, int warp) {
+__device__ __forceinline__ void fill(const ManyArgs& a, Ring ring, int rank, int warp) {
   for (int work = blockIdx.x / 2; work < all_work(a); work += gridDim.x / 2) {
     const Tile tile = tile_of(a, work, rank);
 #ifdef WEIGHTS
     int bytes = 2 * HALF_X;
-    for (int i = 0; i < UNITS; ++i) bytes += unit_at<GATED>(a, tile, i) ? WEIGHTS::bytes : 0;
+    for (int i = 0; i < UNITS; ++i) bytes += unit_at(a, tile, i) ? WEIGHTS::bytes : 0;
     const u8* from[PER_WARP];
 #pragma unroll
-    for (int i = 0; i < PER_WARP; ++i) from[i] = i * 4 + warp < UNITS ? unit_at<GATED>(a, tile, i * 4 + warp) : nullptr;
+    for (int i = 0; i < PER_WARP; ++i) from[i] = i * 4 + warp < UNITS ? unit_at(a, tile, i * 4 + warp) : nullptr;
 #else
     const int bytes = 2 * (HALF_X + HALF_W);
 #endif
@@ -239,7 +239,7 @@ template <bool GATED> __device__ __forceinline__ void fill(const ManyArgs& a, Ri
       barrier_wait(ring.empty(ring.stage), ring.phase ^ 1);
       if (warp == 3) {
         barrier_expect(bar, bytes);
-        copy_tiles<GATED>(a, tile, k, to, bar, rank);
+        copy_tiles(a, tile, k, to, bar, rank);
       }
 #ifdef WEIGHTS
 #pragma unroll
@@ -359,24 +359,52 @@ __device__ __forceinline__ void store_sums(const ManyArgs& a, const float (&tota
   }
 }
 
-// Gate's sums come first, then up's.
+// Quotients as __fdiv_rn rounds them, without its branches where no exponent is extreme.
+template <int N> __device__ __forceinline__ void divide(float (&a)[N], const float (&b)[N]) {
+  bool plain = true;
+#pragma unroll
+  for (int i = 0; i < N; ++i) plain &= fabsf(a[i]) >= 0x1p-60f && fabsf(a[i]) <= 0x1p60f && b[i] >= 1.0f && b[i] <= 0x1p60f;
+  if (plain) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      float r;
+      asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(b[i]));
+      r = __fmaf_rn(r, __fmaf_rn(-b[i], r, 1.0f), r);
+      const float q = __fmul_rn(a[i], r);
+      a[i] = __fmaf_rn(r, __fmaf_rn(-b[i], q, a[i]), q);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) a[i] = __fdiv_rn(a[i], b[i]);
+  }
+}
+
+// act(gate) · up with the bits of `activate`. Gate's sums come first, then up's.
 __device__ __forceinline__ void store_gated(const ManyArgs& a, const float (&total)[SUMS], int token, int row) {
 #pragma unroll
   for (int two = 0; two < 2; ++two, token += 8) {
     if (token >= a.n) return;
     const float undo = a.undo ? load(a.undo + token) : 1.0f;
+    const long long start = token * a.stride + row;
+    constexpr int AT_ONCE = SUMS / 8 % 4 ? SUMS / 8 % 2 ? 1 : 2 : 4;
 #pragma unroll
-    for (int j = 0; j < SUMS / 8; ++j) {
-      if (row + j * 8 >= a.rows) break;
-      float v[2];
+    for (int first = 0; first < SUMS / 8; first += AT_ONCE) {
+      float v[2 * AT_ONCE], one_more[2 * AT_ONCE];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float gate = total[j * 4 + two * 2 + i], up = total[SUMS / 2 + j * 4 + two * 2 + i];
-        v[i] = activate(a.act, __fmul_rn(gate, undo), __fmul_rn(up, undo));
+      for (int i = 0; i < 2 * AT_ONCE; ++i) {
+        v[i] = __fmul_rn(total[(first + i / 2) * 4 + two * 2 + i % 2], undo);
+        one_more[i] = __fadd_rn(1.0f, sigmoid_power(ACT, v[i]));
       }
-      const long long at = token * a.stride + row + j * 8;
-      if (a.bfloat) *(u32*)((u16*)a.out + at) = to_bfloat2(v[0], v[1]);
-      else *(float2*)((float*)a.out + at) = {v[0], v[1]};
+      divide(v, one_more);
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; ++j) {
+        const int of = first + j, up = SUMS / 2 + of * 4 + two * 2;
+        if (row + of * 8 >= a.rows) break;
+        const float x = __fmul_rn(v[2 * j], __fmul_rn(total[up], undo));
+        const float y = __fmul_rn(v[2 * j + 1], __fmul_rn(total[up + 1], undo));
+        if (BFLOAT) *(u32*)((u16*)a.out + start + of * 8) = to_bfloat2(x, y);
+        else *(float2*)((float*)a.out + start + of * 8) = {x, y};
+      }
     }
   }
 }
@@ -392,7 +420,7 @@ constexpr int GROUPS = 3;
 #endif
 
 // Groups 0 and 1 multiply, the last one fills the ring, one between them unpacks.
-template <bool GATED> __device__ __forceinline__ void many_tiles(const ManyArgs& a) {
+__device__ __forceinline__ void many_tiles(const ManyArgs& a) {
   extern __shared__ __align__(1024) u8 shared[];
   Ring ring{shared_address(shared), 0, 0};
   u32 rank;
@@ -409,9 +437,9 @@ template <bool GATED> __device__ __forceinline__ void many_tiles(const ManyArgs&
     asm volatile("setmaxnreg.dec.sync.aligned.u32 " FILLER ";");
     const int warp = threadIdx.x % GROUP / 32;
 #ifdef WEIGHTS
-    if (threadIdx.x % 32 == 0) fill<GATED>(a, ring, rank, warp);
+    if (threadIdx.x % 32 == 0) fill(a, ring, rank, warp);
 #else
-    if (threadIdx.x % 32 == 0 && warp == 3) fill<GATED>(a, ring, rank, warp);
+    if (threadIdx.x % 32 == 0 && warp == 3) fill(a, ring, rank, warp);
 #endif
 #ifdef WEIGHTS
   } else if (group == 2) {
@@ -437,12 +465,5 @@ template <bool GATED> __device__ __forceinline__ void many_tiles(const ManyArgs&
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(GROUPS * GROUP, 1)
 many(const __grid_constant__ ManyArgs a) {
-  many_tiles<false>(a);
+  many_tiles(a);
 }
-
-#if !defined(WEIGHTS) || ROWS % 32 == 0
-extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(GROUPS * GROUP, 1)
-many_gated(const __grid_constant__ ManyArgs a) {
-  many_tiles<true>(a);
-}
-#endif
