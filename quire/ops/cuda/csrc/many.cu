@@ -332,27 +332,30 @@ __device__ __forceinline__ void add_up(const ManyArgs& a, Multiplier& m, float (
 
 // A thread has, of every eight rows of weights, two next to each other, for a token and the eighth after it.
 __device__ __forceinline__ void store_sums(const ManyArgs& a, const float (&total)[SUMS], int token, int row) {
+  constexpr int ALL = SUMS / 4, AT_ONCE = ALL <= 12 ? ALL : 8;  // what is read waits in registers
+  const int left = a.rows - row;
 #pragma unroll
-  for (int two = 0; two < 2; ++two, token += 8) {
-    if (token >= a.n) return;
-    const float undo = a.undo ? load(a.undo + token) : 1.0f;
-    float* out = (float*)a.out + token * a.stride + row;
-    const float* into = a.into + token * a.stride + row;
-    constexpr int AT_ONCE = 4;  // so that few registers wait for what is read
+  for (int first = 0; first < ALL; first += AT_ONCE) {
+    float2 before[2][AT_ONCE] = {};
+    if (a.into)
 #pragma unroll
-    for (int first = 0; first < SUMS / 4; first += AT_ONCE) {
-      float2 before[AT_ONCE] = {};
-      if (a.into)
+      for (int i = 0; i < 2 * AT_ONCE; ++i) {
+        const int of = first + i % AT_ONCE, at = token + i / AT_ONCE * 8;
+        if (of < ALL && of * 8 < left && at < a.n) before[i / AT_ONCE][i % AT_ONCE] = *(const float2*)(a.into + at * a.stride + row + of * 8);
+      }
 #pragma unroll
-        for (int j = 0; j < AT_ONCE; ++j)
-          if (first + j < SUMS / 4 && row + (first + j) * 8 < a.rows) before[j] = *(const float2*)(into + (first + j) * 8);
+    for (int two = 0; two < 2; ++two) {
+      const int at = token + two * 8;
+      if (at >= a.n) break;
+      const float undo = a.undo ? load(a.undo + at) : 1.0f;
+      float* out = (float*)a.out + at * a.stride + row;
 #pragma unroll
       for (int j = 0; j < AT_ONCE; ++j) {
         const int of = first + j;
-        if (of >= SUMS / 4 || row + of * 8 >= a.rows) break;
+        if (of >= ALL || of * 8 >= left) break;
         float2 v = {__fmul_rn(total[of * 4 + two * 2], undo), __fmul_rn(total[of * 4 + two * 2 + 1], undo)};
         if (a.bias) v.x = __fadd_rn(v.x, a.bias[row + of * 8]), v.y = __fadd_rn(v.y, a.bias[row + of * 8 + 1]);
-        if (a.into) v.x = __fadd_rn(v.x, before[j].x), v.y = __fadd_rn(v.y, before[j].y);
+        if (a.into) v.x = __fadd_rn(v.x, before[two][j].x), v.y = __fadd_rn(v.y, before[two][j].y);
         *(float2*)(out + of * 8) = v;
       }
     }
