@@ -19,7 +19,7 @@ from quire.ops.cuda.matrices import Segment
 from quire.ops.cuda.nvrtc import native
 
 ROWS = (48, 64, 80, 96, 128, 160, 192)
-"""Weight rows that a tile may have; of quantised weights no more than 160."""
+"""Weight rows that a tile may have; of quantised weights no more than 128."""
 _TOKENS, _GROUP, _EXPANDERS = 128, 128, 256
 _STAGES = 8
 _AROUND = 24
@@ -40,7 +40,7 @@ class _Many(ctypes.Structure):
     _fields_ = (
         ("x", _Map), ("w", _Map), ("packed", _P), ("out", _P), ("bias", _P), ("into", _P),
         ("undo", _P), ("stride", _L), ("n", _I), ("rows", _I), ("blocks", _I), ("slice", _I),
-        ("row_tiles", _I), ("token_tiles", _I), ("pad", ctypes.c_ubyte * 56),
+        ("row_tiles", _I), ("token_tiles", _I), ("units", _I), ("pad", ctypes.c_ubyte * 52),
     )  # fmt: skip
 
 
@@ -83,11 +83,10 @@ def tile_of(w: Segment, tokens: int, processors: int, gated: bool) -> Tile:
         tiles = -(-w.rows // size) * token_tiles
         return -(-tiles // processors) * (size + _AROUND)
 
-    if packed:
-        best = min((s for s in ROWS if s <= 160 and not (gated and s % 32)), key=cost)
-        return Tile(best, 2, best <= 96)
-    best = min(ROWS, key=cost)
-    return Tile(best, 1 if token_tiles % 2 == 0 and best >= _TOKENS else 2, best <= _TOKENS)
+    sizes = [s for s in ROWS if not packed or (s <= 128 and not (gated and s % 32))]
+    best = min(sizes, key=cost)
+    shared = 1 if token_tiles % 2 == 0 and not packed else 2
+    return Tile(best, shared, best <= (80 if packed else _TOKENS))
 
 
 def product_many(
@@ -105,15 +104,17 @@ def product_many(
     given |= {"TWO": int(tile.two), "ACT": act, "BFLOAT": int(out.dtype is torch.bfloat16)}
     given |= {"WEIGHTS": w.format.native} if packed else {}
     files = ("common", "weights", "many") if packed else ("common", "many")
-    threads = (4 if packed else 3) * _GROUP
+    threads = (5 if packed else 3) * _GROUP
     kernel = on.kernel(files, "many", threads, **given)
+    box = tile.rows // 2 if act or tile.shared == 1 else tile.rows
     rows, per_tile = (w.rows // 2, tile.rows // 2) if act else (w.rows, tile.rows)
     tiles = -(-rows // per_tile), -(-x.n // _TOKENS)
     arguments = _Many(
-        _map(x.values.data_ptr(), x.n, w.cols, 64, kind),
-        _Map() if packed else _map(w.q.data_ptr(), w.rows, w.cols, tile.rows // 2, kind), at(w.q),
+        _map(x.values.data_ptr(), x.n, w.cols, _TOKENS // tile.shared, kind),
+        _Map() if packed else _map(w.q.data_ptr(), w.rows, w.cols, box, kind), at(w.q),
         at(out), at(bias), at(out) if into else None, at(x.scales) if x.scaled else None,
         out.stride(0), x.n, rows, w.cols // UNIT, w.slice_cols // UNIT, *tiles,
+        w.rows // TILE,
     )  # fmt: skip
     paired, others = tiles if tile.shared == 2 else tiles[::-1]
     pairs = -(-paired // 2) * others

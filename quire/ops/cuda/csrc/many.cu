@@ -6,7 +6,7 @@
 //
 // Given: ROWS of weights in a tile; SHARED: 1 rows, 2 tokens; STAGES of the ring; TYPE bf16 or f16;
 // TWO: registers for two slices; ACT: of weights that are gate and up, 0 of others; BFLOAT: the type of
-// the output, 0 float. With WEIGHTS they are quantised: a third group of warps unpacks them.
+// the output, 0 float. With WEIGHTS they are quantised: more warps unpack them.
 
 #define TEXT_OF(x) #x
 #define TEXT(x) TEXT_OF(x)
@@ -63,7 +63,7 @@ constexpr int SUMS = ROWS / 2;                    // of a thread
 struct __align__(64) TensorMap { u64 words[16]; };
 
 struct ManyArgs {
-  TensorMap x, w;      // boxes of 64 tokens, or of ROWS / 2 weight rows, by 64 columns
+  TensorMap x, w;      // boxes of what a block copies at a time, by 64 columns
   const u8* packed;    // quantised weights
   void* out;           // [tokens, stride]
   const float* bias;   // null: none
@@ -73,6 +73,7 @@ struct ManyArgs {
   int n, rows;         // tokens; rows of the output
   int blocks, slice;   // columns of all weights and of a slice, in 64s
   int row_tiles, token_tiles;
+  int units;           // of 16 rows, of quantised weights
 };
 
 // ---- barriers of the ring -----------------------------------------------------------------------
@@ -176,61 +177,68 @@ constexpr int UNITS = ROWS / 16, PER_WARP = (UNITS + 3) / 4;
 // Where a unit of a tile's rows lies, at the first columns; null behind the last row.
 __device__ __forceinline__ const u8* unit_at(const ManyArgs& a, Tile tile, int i) {
   const int half = GATED && i >= UNITS / 2, unit = row_of(a, tile, half) / 16 + (half ? i - UNITS / 2 : i);
-  return unit < (GATED ? 2 * a.rows : a.rows) / 16 ? a.packed + (u64)unit * a.blocks * WEIGHTS::bytes : nullptr;
+  return i < UNITS && unit < a.units ? a.packed + (u64)unit * a.blocks * WEIGHTS::bytes : nullptr;
 }
 
-// Weights of what has arrived, as the copy engine would have laid them.
-__device__ __forceinline__ void unpack(const ManyArgs& a, Ring ring, const u8* shared) {
+__device__ __forceinline__ int units_of(const ManyArgs& a, Tile tile) {
+  const int first = max(min(UNITS / (1 + GATED), a.units - row_of(a, tile, 0) / 16), 0);
+  return GATED ? first + max(min(UNITS / 2, a.units - row_of(a, tile, 1) / 16), 0) : first;
+}
+
+// Weights of what has arrived, as the copy engine would have laid them: by two groups in turn.
+__device__ __forceinline__ void unpack(const ManyArgs& a, Ring ring, const u8* shared, int turn) {
   const int warp = threadIdx.x % GROUP / 32, lane = threadIdx.x % 32, row = lane % 16;
-  for (int work = blockIdx.x / 2; work < all_work(a); work += gridDim.x / 2)
-    for (int k = 0; k < a.blocks; ++k, ring.next()) {
-      barrier_wait(ring.full(ring.stage), ring.phase);
-      const u8* from = shared + (ring.tiles() - ring.base) + 2 * (HALF_X + HALF_W);
+  const int works = (all_work(a) - (int)blockIdx.x / 2 + (int)gridDim.x / 2 - 1) / ((int)gridDim.x / 2);
+  if (turn) ring.next();
+  for (int k = turn; k < works * a.blocks; k += 2, ring.next(), ring.next()) {
+    barrier_wait(ring.full(ring.stage), ring.phase);
+    const u8* from = shared + (ring.tiles() - ring.base) + 2 * (HALF_X + HALF_W);
+    typename WEIGHTS::Raw raw[PER_WARP];
 #pragma unroll
-      for (int i = 0; i < PER_WARP; ++i) {
-        const int unit = i * 4 + warp;
-        if (unit >= UNITS) break;
-        const typename WEIGHTS::Raw raw = WEIGHTS::read(from + unit * WEIGHTS::bytes, lane);
-        const u32 to = ring.tiles() + 2 * HALF_X + (unit * 16 + row) * 128;
+    for (int i = 0; i < PER_WARP; ++i)
+      if (i * 4 + warp < UNITS) raw[i] = WEIGHTS::read(from + (i * 4 + warp) * WEIGHTS::bytes, lane);
 #pragma unroll
-        for (int step = 0; step < 4; ++step) {
-          u32 w[4];
-          WEIGHTS::operand(raw, step, w);
-          asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
-                       ::"r"(to + ((step * 2 + lane / 16 ^ row & 7) << 4)), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]) : "memory");
-        }
+    for (int i = 0; i < PER_WARP; ++i) {
+      if (i * 4 + warp >= UNITS) break;
+      const u32 to = ring.tiles() + 2 * HALF_X + ((i * 4 + warp) * 16 + row) * 128;
+#pragma unroll
+      for (int step = 0; step < 4; ++step) {
+        u32 w[4];
+        WEIGHTS::operand(raw[i], step, w);
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                     ::"r"(to + ((step * 2 + lane / 16 ^ row & 7) << 4)), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]));
       }
-      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-      __syncwarp();
-      if (lane == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(ring.ready(ring.stage)) : "memory");
     }
-}
-
-#endif
-
-// What both blocks share is copied by each to half; by the first thread of a warp.
-__device__ __forceinline__ void copy_tiles(const ManyArgs& a, Tile tile, int k, u32 to, u32 bar, int rank) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    if (SHARED == 1 || half == rank)
-      copy_box(to + half * HALF_X, a.x, k * UNIT, tile.token * 128 + half * 64, bar, SHARED == 2);
-#ifndef WEIGHTS
-    if (SHARED == 2 || half == rank)
-      copy_box(to + 2 * HALF_X + half * HALF_W, a.w, k * UNIT, row_of(a, tile, half), bar, SHARED == 1);
-#endif
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    __syncwarp();
+    if (lane == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(ring.ready(ring.stage)) : "memory");
   }
 }
 
-// Fills the ring: tokens and weights by the last warp, packed weights by all four.
+#endif
+
+// What both blocks share each copies half of.
+__device__ __forceinline__ void copy_tokens(const ManyArgs& a, Tile tile, int k, u32 to, u32 bar, int rank) {
+  if (SHARED == 2) copy_box(to + rank * HALF_X, a.x, k * UNIT, tile.token * 128 + rank * 64, bar, true);
+  else copy_box(to, a.x, k * UNIT, tile.token * 128, bar, false);
+}
+
+__device__ __forceinline__ void copy_weights(const ManyArgs& a, Tile tile, int k, u32 to, u32 bar, int rank) {
+  if (SHARED == 1) copy_box(to + rank * HALF_W, a.w, k * UNIT, row_of(a, tile, rank), bar, true);
+  else copy_box(to, a.w, k * UNIT, row_of(a, tile, 0), bar, false);
+  if (SHARED == 2 && GATED) copy_box(to + HALF_W, a.w, k * UNIT, row_of(a, tile, 1), bar, false);
+}
+
+// Fills the ring: tokens by warp 3, weights by warp 2, packed ones by warps 0 to 2.
 __device__ __forceinline__ void fill(const ManyArgs& a, Ring ring, int rank, int warp) {
   for (int work = blockIdx.x / 2; work < all_work(a); work += gridDim.x / 2) {
     const Tile tile = tile_of(a, work, rank);
 #ifdef WEIGHTS
-    int bytes = 2 * HALF_X;
-    for (int i = 0; i < UNITS; ++i) bytes += unit_at(a, tile, i) ? WEIGHTS::bytes : 0;
-    const u8* from[PER_WARP];
+    const int bytes = 2 * HALF_X + units_of(a, tile) * WEIGHTS::bytes;
+    constexpr int MOST = (UNITS + 2) / 3;
+    const u8* from[MOST];
 #pragma unroll
-    for (int i = 0; i < PER_WARP; ++i) from[i] = i * 4 + warp < UNITS ? unit_at(a, tile, i * 4 + warp) : nullptr;
+    for (int i = 0; i < MOST; ++i) from[i] = unit_at(a, tile, i * 3 + warp);
 #else
     const int bytes = 2 * (HALF_X + HALF_W);
 #endif
@@ -239,15 +247,18 @@ __device__ __forceinline__ void fill(const ManyArgs& a, Ring ring, int rank, int
       barrier_wait(ring.empty(ring.stage), ring.phase ^ 1);
       if (warp == 3) {
         barrier_expect(bar, bytes);
-        copy_tiles(a, tile, k, to, bar, rank);
+        copy_tokens(a, tile, k, to, bar, rank);
+        continue;
       }
 #ifdef WEIGHTS
 #pragma unroll
-      for (int i = 0; i < PER_WARP; ++i)
+      for (int i = 0; i < MOST; ++i)
         if (from[i]) {
-          copy_bytes(to + 2 * (HALF_X + HALF_W) + (i * 4 + warp) * WEIGHTS::bytes, from[i], WEIGHTS::bytes, bar);
+          copy_bytes(to + 2 * (HALF_X + HALF_W) + (i * 3 + warp) * WEIGHTS::bytes, from[i], WEIGHTS::bytes, bar);
           from[i] += WEIGHTS::bytes;
         }
+#else
+      copy_weights(a, tile, k, to + 2 * HALF_X, bar, rank);
 #endif
     }
   }
@@ -412,9 +423,11 @@ __device__ __forceinline__ void store_gated(const ManyArgs& a, const float (&tot
   }
 }
 
+// Registers of a thread; together no more than all threads have at first.
 #ifdef WEIGHTS
-constexpr int GROUPS = 4;
-#define MULTIPLIERS "200"
+constexpr int GROUPS = 5;
+#define MULTIPLIERS "160"
+#define UNPACKERS "56"
 #define FILLER "40"
 #else
 constexpr int GROUPS = 3;
@@ -422,7 +435,7 @@ constexpr int GROUPS = 3;
 #define FILLER "24"
 #endif
 
-// Groups 0 and 1 multiply, the last one fills the ring, one between them unpacks.
+// Groups 0 and 1 multiply, the last one fills the ring, two between them unpack.
 __device__ __forceinline__ void many_tiles(const ManyArgs& a) {
   extern __shared__ __align__(1024) u8 shared[];
   Ring ring{shared_address(shared), 0, 0};
@@ -439,15 +452,11 @@ __device__ __forceinline__ void many_tiles(const ManyArgs& a) {
   if (group == GROUPS - 1) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 " FILLER ";");
     const int warp = threadIdx.x % GROUP / 32;
+    if (threadIdx.x % 32 == 0 && (PACKED || warp >= 2)) fill(a, ring, rank, warp);
 #ifdef WEIGHTS
-    if (threadIdx.x % 32 == 0) fill(a, ring, rank, warp);
-#else
-    if (threadIdx.x % 32 == 0 && warp == 3) fill(a, ring, rank, warp);
-#endif
-#ifdef WEIGHTS
-  } else if (group == 2) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 72;");
-    unpack(a, ring, shared);
+  } else if (group >= 2) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 " UNPACKERS ";");
+    unpack(a, ring, shared, group - 2);
 #endif
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 " MULTIPLIERS ";");
