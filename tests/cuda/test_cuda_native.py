@@ -126,6 +126,13 @@ def test_products_of_many_tokens(rows: int, two: int, act: int, weights: str) ->
     assert stack(code) == 0
 
 
+@pytest.mark.parametrize("type", ["f16", "bf16"])
+def test_attention_of_prompts(type: str) -> None:
+    code = compiled(["prompt"], "sm_90a", TYPE=type, BFLOAT=1)
+    assert set(registers(code)) == {"attend_prompt"}
+    assert stack(code) <= 32
+
+
 def test_what_was_compiled_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     first = nvrtc.compiled(

@@ -30,6 +30,7 @@ from quire.ops.cuda.paged import (
     shape_of,
 )
 from quire.ops.cuda.products import MULTIPLY
+from quire.ops.cuda.prompts import attend_prompt, prompt_tile
 
 _AHEAD = 4
 """Up to so many tokens a kernel is launched before the one that it waits for has ended."""
@@ -157,6 +158,9 @@ class Attention(Arrays):
     def _attend(self, call: _Call, queries: torch.Tensor, out: torch.Tensor) -> None:
         """What queries find in the pages."""
         h, pages, shape = call.layer.heads, call.pages, call.pages.shape
+        if size := prompt_tile(self.machine, call.layer, pages, call.offsets):
+            attend_prompt(self.machine, call.layer, pages, call.offsets, size, queries, out)
+            return
         group = h.n_heads // h.n_kv_heads
         size = TILES[1] if group * TILES[1] <= _most(call.layer) else TILES[0]
         tile = _tile(call.layer, shape.page_tokens, size, self.machine)
@@ -242,5 +246,5 @@ def _tile(layer: Layer, page_tokens: int, tokens: int, machine: Machine) -> dict
     block = 32 if exact or max(shapes["DKP"], shapes["DVP"]) > 128 else 64
     return {
         "BM": rows, "BN": block, "MULTIPLY": MULTIPLY[dtype], "num_warps": 8 if rows >= 128 else 4,
-        "num_stages": 1 if exact else 2 if tokens == 1 else 3,
+        "num_stages": 1 if exact else 2,
     }  # fmt: skip

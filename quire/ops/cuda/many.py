@@ -25,12 +25,12 @@ _STAGES = 8
 _AROUND = 24
 """What a tile costs beside its products, in rows."""
 _P, _L, _I = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int
-_DTYPES = {torch.float16: (6, "f16"), torch.bfloat16: (9, "bf16")}
+DTYPES = {torch.float16: (6, "f16"), torch.bfloat16: (9, "bf16")}
 """As the driver and PTX name them."""
 _SWIZZLED, _PROMOTED = 3, 3  # by 128 bytes; reads of 256 bytes
 
 
-_Map = ctypes.c_ubyte * 128
+TensorMap = ctypes.c_ubyte * 128
 """CUtensorMap."""
 
 
@@ -38,7 +38,7 @@ class _Many(ctypes.Structure):
     """ManyArgs of many.cu."""
 
     _fields_ = (
-        ("x", _Map), ("w", _Map), ("packed", _P), ("out", _P), ("bias", _P), ("into", _P),
+        ("x", TensorMap), ("w", TensorMap), ("packed", _P), ("out", _P), ("bias", _P), ("into", _P),
         ("undo", _P), ("stride", _L), ("n", _I), ("rows", _I), ("blocks", _I), ("slice", _I),
         ("row_tiles", _I), ("token_tiles", _I), ("units", _I), ("pad", ctypes.c_ubyte * 52),
     )  # fmt: skip
@@ -59,7 +59,7 @@ def takes_many(machine: Machine, x: Prepared, w: Segment, out: torch.Tensor) -> 
     """Whether the kernel for many tokens can multiply these."""
     if x.n <= SOME or x.fine or w.first or not unpacks(machine):
         return False
-    if x.values.dtype is not w.format.multiply or x.values.dtype not in _DTYPES:
+    if x.values.dtype is not w.format.multiply or x.values.dtype not in DTYPES:
         return False
     aligned = out.stride(0) % 2 == 0 and out.data_ptr() % 8 == 0
     return aligned and w.cols % UNIT == 0 and w.rows % TILE == 0
@@ -96,7 +96,7 @@ def product_many(
     """One segment's columns of the output; with `act` of gate and up, act(gate) · up."""
     on, packed = native(machine.device), w.format.bits > 0
     tile = tile_of(w, x.n, on.processors, act > 0)
-    kind, name = _DTYPES[x.values.dtype]
+    kind, name = DTYPES[x.values.dtype]
     units = tile.rows // TILE * w.format.unit_bytes if packed else 0
     stage = -(-(2 * UNIT * (_TOKENS + tile.rows) + units) // 1024) * 1024
     stages = min((on.most_shared - 2048) // stage, _STAGES)
@@ -110,8 +110,8 @@ def product_many(
     rows, per_tile = (w.rows // 2, tile.rows // 2) if act else (w.rows, tile.rows)
     tiles = -(-rows // per_tile), -(-x.n // _TOKENS)
     arguments = _Many(
-        _map(x.values.data_ptr(), x.n, w.cols, _TOKENS // tile.shared, kind),
-        _Map() if packed else _map(w.q.data_ptr(), w.rows, w.cols, box, kind), at(w.q),
+        tensor_map(x.values.data_ptr(), x.n, w.cols, _TOKENS // tile.shared, kind),
+        TensorMap() if packed else tensor_map(w.q.data_ptr(), w.rows, w.cols, box, kind), at(w.q),
         at(out), at(bias), at(out) if into else None, at(x.scales) if x.scaled else None,
         out.stride(0), x.n, rows, w.cols // UNIT, w.slice_cols // UNIT, *tiles,
         w.rows // TILE,
@@ -123,7 +123,9 @@ def product_many(
 
 
 @lru_cache(4096)
-def _map(address: int, rows: int, cols: int, box: int, kind: int) -> ctypes.Array[ctypes.c_ubyte]:
+def tensor_map(
+    address: int, rows: int, cols: int, box: int, kind: int
+) -> ctypes.Array[ctypes.c_ubyte]:
     """How the copy engine is told of a matrix of 16 bits and boxes of its rows by 64 columns."""
     room = (ctypes.c_ubyte * 192)()
     start = -ctypes.addressof(room) % 64
@@ -133,7 +135,7 @@ def _map(address: int, rows: int, cols: int, box: int, kind: int) -> ctypes.Arra
         ctypes.c_void_p(address), sizes, strides, (ctypes.c_uint32 * 2)(UNIT, box),
         (ctypes.c_uint32 * 2)(1, 1), 0, _SWIZZLED, _PROMOTED, 0,
     )  # fmt: skip
-    return _Map.from_buffer_copy(room, start)
+    return TensorMap.from_buffer_copy(room, start)
 
 
 def expand(machine: Machine, w: Segment, out: torch.Tensor) -> None:
