@@ -22,8 +22,8 @@ ROWS = (48, 64, 80, 96, 128, 160, 192)
 """Weight rows that a tile may have; of quantised weights no more than 128."""
 _TOKENS, _GROUP, _EXPANDERS = 128, 128, 256
 _STAGES = 8
-_AROUND = 24
-"""What a tile costs beside its products, in rows."""
+_AROUND, _ADDING = 24, 8
+"""What a tile costs beside its products, and where products wait for slices to be added, in rows."""
 _P, _L, _I = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int
 DTYPES = {torch.float16: (6, "f16"), torch.bfloat16: (9, "bf16")}
 """As the driver and PTX name them."""
@@ -78,15 +78,14 @@ class Tile(NamedTuple):
 def tile_of(w: Segment, tokens: int, processors: int, gated: bool) -> Tile:
     """The tile with which a product of so many tokens takes least time."""
     token_tiles, packed = -(-tokens // _TOKENS), w.format.bits > 0
+    most_two = 80 if packed else 128  # rows of which two slices fit the registers
 
     def cost(size: int) -> int:
         tiles = -(-w.rows // size) * token_tiles
-        return -(-tiles // processors) * (size + _AROUND)
+        return -(-tiles // processors) * (size + _AROUND + (0 if size <= most_two else _ADDING))
 
-    sizes = [s for s in ROWS if not packed or (s <= 128 and not (gated and s % 32))]
-    best = min(sizes, key=cost)
-    shared = 1 if token_tiles % 2 == 0 and not packed else 2
-    return Tile(best, shared, best <= (80 if packed else _TOKENS))
+    best = min((s for s in ROWS if not packed or (s <= 128 and not (gated and s % 32))), key=cost)
+    return Tile(best, 1 if token_tiles % 2 == 0 and not packed else 2, best <= most_two)
 
 
 def product_many(
