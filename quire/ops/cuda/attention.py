@@ -113,7 +113,7 @@ class Attention(Arrays):
         n_queries, rows = shape.seqs * h.n_heads, shape.seqs * h.n_kv_heads
         if attend_native.takes(self.machine, call.layer):
             attend_native.decode(
-                self.machine, call.layer, pages, call.rope, call.qkv, call.out, call.offsets,
+                self.machine, call.layer, pages, call.rope, call.qkv, out, call.offsets,
                 call.store, self._arrivals(rows),
             )  # fmt: skip
             return

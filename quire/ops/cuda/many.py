@@ -23,7 +23,7 @@ ROWS = (48, 64, 80, 96, 128, 160, 192)
 _TOKENS, _GROUP, _EXPANDERS = 128, 128, 256
 _STAGES = 8
 _AROUND, _ADDING = 24, 8
-"""What a tile costs beside its products, and where products wait for slices to be added, in rows."""
+"""What a tile costs beside its products, and where they wait for slices to be added, in rows."""
 _P, _L, _I = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int
 DTYPES = {torch.float16: (6, "f16"), torch.bfloat16: (9, "bf16")}
 """As the driver and PTX name them."""
@@ -50,14 +50,9 @@ class _Expand(ctypes.Structure):
     _fields_ = (("w", _P), ("out", _P), ("rows", _I), ("cols", _I), ("bfloat", _I))
 
 
-def unpacks(machine: Machine) -> bool:
-    """Whether products of many tokens unpack quantised weights themselves."""
-    return not machine.interpreted and torch.cuda.get_device_capability(machine.device)[0] == 9
-
-
 def takes_many(machine: Machine, x: Prepared, w: Segment, out: torch.Tensor) -> bool:
     """Whether the kernel for many tokens can multiply these."""
-    if x.n <= SOME or x.fine or w.first or not unpacks(machine):
+    if x.n <= SOME or x.fine or w.first or not machine.hopper:
         return False
     if x.values.dtype is not w.format.multiply or x.values.dtype not in DTYPES:
         return False

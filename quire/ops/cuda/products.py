@@ -12,7 +12,6 @@ from quire.ops.cuda.arrays import CudaArray, array_of, row_of, values_of
 from quire.ops.cuda.formats import TILE
 from quire.ops.cuda.launch import Prepared, Slices
 from quire.ops.cuda.machine import OnDevice, need
-from quire.ops.cuda.many import unpacks
 from quire.ops.cuda.matrices import CudaMatrix, Segment
 from quire.ops.cuda.multiply import MULTIPLY, Multiplying, Sum
 
@@ -153,6 +152,6 @@ class Matrices(Multiplying):
         if n <= launch.SOME or fine or not 1 < len(packed) == len(w.segments):
             return w.segments
         kind = self.kind_of(packed[0], n)
-        if self.machine.interpreted or (kind is torch.float16 and unpacks(self.machine)):
+        if self.machine.interpreted or (kind is torch.float16 and self.machine.hopper):
             return w.segments
         return [self.expanded(w.segments, kind)]

@@ -8,7 +8,7 @@ import torch
 
 from quire.ops.cuda.launch import at
 from quire.ops.cuda.machine import Machine
-from quire.ops.cuda.many import DTYPES, TensorMap, tensor_map, unpacks
+from quire.ops.cuda.many import DTYPES, TensorMap, tensor_map
 from quire.ops.cuda.nvrtc import native
 from quire.ops.cuda.paged import TILES, Layer, Paged
 
@@ -40,7 +40,7 @@ def prompt_tile(machine: Machine, layer: Layer, pages: Paged, offsets: tuple[int
     wide = h.head_dim_k == h.head_dim_v == _DIMS and h.softcap == 0 and shape.holes == 0
     whole = all(each % _ROW == 0 for each in (shape.page_bytes, *offsets))
     full = shape.tiles(size) * h.n_kv_heads >= 264 if size else False
-    if not (plain and wide and whole and unpacks(machine)) or size * group <= _QUERIES // 2:
+    if not (plain and wide and whole and machine.hopper) or size * group <= _QUERIES // 2:
         return 0
     return size if full or shape.spans <= _SPANS else 0
 
