@@ -115,8 +115,8 @@ def test_products_of_some_tokens(tokens: int) -> None:
 
 
 @pytest.mark.parametrize("rows, two, act, weights", [
-    (192, 0, 0, ""), (160, 0, 1, "Quantised<4,32,1>"), (128, 1, 2, ""),
-    (96, 1, 1, "Quantised<8,16,0>"), (48, 1, 0, "Quantised<8,32,1>"),
+    (192, 0, 0, ""), (128, 0, 1, "Quantised<4,32,1>"), (128, 1, 2, ""),
+    (96, 0, 1, "Quantised<8,16,0>"), (80, 1, 0, "Quantised<8,32,1>"),
 ])  # fmt: skip
 def test_products_of_many_tokens(rows: int, two: int, act: int, weights: str) -> None:
     given = {"ROWS": rows, "SHARED": 2, "STAGES": 4, "TYPE": "f16", "TWO": two, "ACT": act}
