@@ -71,7 +71,8 @@ class Multiplying(Arrays):
     exact_batches = True
     """Whether a token has the same bits in every batch; if not, prompts take torch's products.
 
-    Quantised weights are bfloat16 there: so are activations then, and need no scale.
+    Quantised weights are bfloat16 there: so are activations then, and need no scale. Gate and up
+    are multiplied as ever where that is faster, which it is on Hopper.
     """
 
     def kind_of(self, format: Format, n: int, fine: bool = False) -> torch.dtype:

@@ -83,10 +83,11 @@ class Matrices(Multiplying):
         segment, n, rows = w.segments[0], x.shape[0], w.rows // 2
         if self.machine.interpreted or len(w.segments) > 1 or rows % TILE:
             return None
-        mine = self.kind_of(segment.format, n)
+        many = n > launch.SOME
+        mine = segment.format.multiply if self.machine.hopper else self.kind_of(segment.format, n)
         if mine is torch.float32:
             return None
-        if n > launch.SOME and not self.exact_batches:
+        if many and not (self.exact_batches or self.machine.hopper):
             if mine is not torch.bfloat16:
                 return None
             prepared = self.prepare(x, w.cols, norm, eps, 0, mine)
@@ -97,7 +98,7 @@ class Matrices(Multiplying):
                 return self.new(out)
         if segment.format.bits and n < launch.GATED_FROM:
             return None
-        if n <= launch.FEW or segment.format.bits:
+        if n <= launch.FEW or (segment.format.bits and not many):
             kind = torch.float32
         prepared = self.prepare(x, w.cols, norm, eps, 0, mine)
         return self.new(self.gated(prepared, segment, act, kind))
@@ -149,9 +150,7 @@ class Matrices(Multiplying):
     def _at_once(self, w: CudaMatrix, n: int, fine: bool) -> Sequence[Segment]:
         """What so many tokens are multiplied with: of many, quantised segments become one."""
         packed = [segment.format for segment in w.segments if segment.format.bits]
-        if n <= launch.SOME or fine or not 1 < len(packed) == len(w.segments):
+        several = 1 < len(packed) == len(w.segments)
+        if n <= launch.SOME or fine or self.machine.interpreted or not several:
             return w.segments
-        kind = self.kind_of(packed[0], n)
-        if self.machine.interpreted or (kind is torch.float16 and self.machine.hopper):
-            return w.segments
-        return [self.expanded(w.segments, kind)]
+        return [self.expanded(w.segments, self.kind_of(packed[0], n))]

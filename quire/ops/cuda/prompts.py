@@ -14,8 +14,8 @@ from quire.ops.cuda.paged import TILES, Layer, Paged
 
 _QUERIES, _DIMS, _ROW = 64, 128, 256
 _THREADS, _SHARED = 256, 115_264
-_SPANS = 10
-"""With more spans, few tiles are better cut into them."""
+_BLOCKS = 128
+"""With fewer blocks, spans are better taken in parallel."""
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
 
 
@@ -39,10 +39,8 @@ def prompt_tile(machine: Machine, layer: Layer, pages: Paged, offsets: tuple[int
     plain = layer.k == layer.v and layer.k.kind == 0 and layer.k.dtype in DTYPES
     wide = h.head_dim_k == h.head_dim_v == _DIMS and h.softcap == 0 and shape.holes == 0
     whole = all(each % _ROW == 0 for each in (shape.page_bytes, *offsets))
-    full = shape.tiles(size) * h.n_kv_heads >= 264 if size else False
-    if not (plain and wide and whole and machine.hopper) or size * group <= _QUERIES // 2:
-        return 0
-    return size if full or shape.spans <= _SPANS else 0
+    full = size * group > _QUERIES // 2 and shape.tiles(size) * h.n_kv_heads >= _BLOCKS
+    return size if plain and wide and whole and full and machine.hopper else 0
 
 
 def attend_prompt(
