@@ -18,6 +18,7 @@ from quire.ops.cuda.machine import Machine
 from quire.ops.cuda.matrices import Segment
 from quire.ops.cuda.nvrtc import native
 
+FILES = ("common", "weights", "hopper", "many_tiles", "many")
 ROWS = (48, 64, 80, 96, 128, 160, 192)
 """Weight rows that a tile may have; of quantised weights no more than 128."""
 _TOKENS, _GROUP, _EXPANDERS = 128, 128, 256
@@ -97,9 +98,7 @@ def product_many(
     given = {"ROWS": tile.rows, "SHARED": tile.shared, "STAGES": stages, "TYPE": name}
     given |= {"TWO": int(tile.two), "ACT": act, "BFLOAT": int(out.dtype is torch.bfloat16)}
     given |= {"WEIGHTS": w.format.native} if packed else {}
-    files = ("common", "weights", "many") if packed else ("common", "many")
-    threads = (5 if packed else 3) * _GROUP
-    kernel = on.kernel(files, "many", threads, **given)
+    kernel = on.kernel(FILES, "many", (5 if packed else 3) * _GROUP, **given)
     box = tile.rows // 2 if act or tile.shared == 1 else tile.rows
     rows, per_tile = (w.rows // 2, tile.rows // 2) if act else (w.rows, tile.rows)
     tiles = -(-rows // per_tile), -(-x.n // _TOKENS)

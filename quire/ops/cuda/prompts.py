@@ -51,7 +51,7 @@ def attend_prompt(
     on, h, shape = native(machine.device), layer.heads, pages.shape
     kind, name = DTYPES[queries.dtype]
     kernel = on.kernel(
-        ("common", "prompt"), "attend_prompt", _THREADS, TYPE=name,
+        ("common", "hopper", "prompt"), "attend_prompt", _THREADS, TYPE=name,
         BFLOAT=int(out.dtype is torch.bfloat16),
     )  # fmt: skip
     tiles = pages.tiles(size)

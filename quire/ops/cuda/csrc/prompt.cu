@@ -1,19 +1,14 @@
 // Attention of prompts on Hopper, over heads of 128 dimensions in pages of 16 bits: what kernels/attend.py
 // does, in the same order, so that bits are the same. A block takes a tile of queries that share a KV
-// head: four warps copy pages, four multiply with `wgmma` and keep all sums in registers.
+// head: four warps copy pages, four multiply and keep all sums in registers.
 //
 // Given: TYPE f16 or bf16 of queries, keys and values; BFLOAT: the type of the output, 0 float.
 
-#define TEXT_OF(x) #x
-#define TEXT(x) TEXT_OF(x)
-constexpr int GROUP = 128;                       // threads that copy, and that multiply
 constexpr int QUERIES = 64, SLOTS = 64, SPAN = 128, DIMS = 128;
 constexpr int HALF = SLOTS * 128;                // bytes of 64 dimensions of a block's slots
 constexpr int STAGES = 3, STAGE = 4 * HALF;      // keys, then values; each in halves of 64 dimensions
 constexpr int ONES = 2 * HALF + STAGES * STAGE;  // behind the queries and the ring
 constexpr int BARRIERS = ONES + 512;
-
-struct __align__(64) TensorMap { u64 words[16]; };
 
 struct PromptArgs {
   TensorMap pages;     // all memory of the pool as rows of 256 bytes, in boxes of 16 rows by 64 dimensions
@@ -25,35 +20,12 @@ struct PromptArgs {
   float scale;
 };
 
-__device__ __forceinline__ void barrier_start(u32 bar, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
-}
-
-__device__ __forceinline__ void barrier_wait(u32 bar, u32 phase) {
-  asm volatile(
-      "{\n.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
-      "@p bra DONE;\nbra AGAIN;\nDONE:\n}" ::"r"(bar), "r"(phase) : "memory");
-}
-
-__device__ __forceinline__ void copy_box(u32 to, const TensorMap& map, int column, int row, u32 bar) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      " [%0], [%1, {%2, %3}], [%4];" ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(bar) : "memory");
-}
-
-// Rows of 128 bytes as the copy engine swizzles them, eight to 1,024 bytes; `leading` is the distance of
-// the second 64 columns where those are what is not summed over.
-__device__ __forceinline__ u64 matrix_at(u32 address, int leading) {
-  return (u64)((address & 0x3ffff) >> 4) | (u64)(leading >> 4) << 16 | (u64)64 << 32 | (u64)1 << 62;
-}
-
 // Rows of 16 bytes, eight to 128: of ones, which may lie in any order.
 __device__ __forceinline__ u64 ones_at(u32 address) {
   return (u64)((address & 0x3ffff) >> 4) | (u64)8 << 16 | (u64)8 << 32;
 }
 
 #define KIND ".f32." TEXT(TYPE) "." TEXT(TYPE)
-#define EIGHT(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define FIRST_32 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define NEXT_32 "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 
@@ -77,9 +49,9 @@ __device__ __forceinline__ void weigh_ones(float (&d)[4], const u32 (&p)[4], u64
                : "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]), "l"(ones));
 }
 
-__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void products_done() {
-  asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
+  products_end();
+  products_wait<0>();
 }
 
 __device__ __forceinline__ float power(float x) {
@@ -131,7 +103,7 @@ __device__ __forceinline__ void copy_pages(const PromptArgs& a, const Range& r, 
     if (page == 0) {
       int pages = 0;
       for (int i = 0; i < 4; ++i) pages += slot + i * 16 >= 0 && slot + i * 16 < r.slots;
-      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full), "r"(pages * 8192) : "memory");
+      barrier_expect(full, pages * 8192);
     }
     if (there) {
       const u32 to = base + 2 * HALF + stage * STAGE + page * 2048;
