@@ -209,6 +209,7 @@ CASES: dict[str, list[Case]] = {
     "4B-Q4_K_M": [("decode", 1, 256), ("decode", 16, 256), ("decode", 64, 256),
                   ("prompt", 1, 512)],
     "4B-BF16-fast": [("prompt", 1, 512)],
+    "4B-Q4_K_M-fast": [("prompt", 1, 512)],
     "0.6B-BF16": [("decode", 1, 256), ("decode", 64, 256)],
 }  # fmt: skip
 """What is measured of each model; `fast` is without exact_batches."""

@@ -44,6 +44,10 @@ class Described(Machine):
         self.interpreted, self.device = False, torch.device("cpu")
 
     @property
+    def hopper(self) -> bool:
+        return False  # here it is Triton's turn
+
+    @property
     def launches_ahead(self) -> bool:
         return int(sys.argv[1]) >= 90
 

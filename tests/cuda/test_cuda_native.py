@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.ops.cuda import attend_native, nvrtc
+from quire.ops.cuda import attend_native, many, nvrtc
 from quire.ops.cuda.formats import FORMATS
 from quire.ops.cuda.launch import SOME_STAGES, STAGES
 
@@ -112,6 +112,25 @@ def test_products_of_some_tokens(tokens: int) -> None:
     code = compiled(["some"], "sm_90", WEIGHTS="Quantised<4,32,1>", **given)
     assert set(registers(code)) == {"some_slice", "some_whole", "some_gated"}
     assert stack(code) == 0
+
+
+@pytest.mark.parametrize("rows, two, act, weights", [
+    (192, 0, 0, ""), (128, 0, 1, "Quantised<4,32,1>"), (128, 1, 2, ""),
+    (96, 0, 1, "Quantised<8,16,0>"), (80, 1, 0, "Quantised<8,32,1>"),
+])  # fmt: skip
+def test_products_of_many_tokens(rows: int, two: int, act: int, weights: str) -> None:
+    given = {"ROWS": rows, "SHARED": 2, "STAGES": 4, "TYPE": "f16", "TWO": two, "ACT": act}
+    given |= {"BFLOAT": 0} | ({"WEIGHTS": weights} if weights else {})
+    code = compiled([*many.FILES[2:]], "sm_90a", **given)
+    assert set(registers(code)) == {"many"}
+    assert stack(code) == 0
+
+
+@pytest.mark.parametrize("type", ["f16", "bf16"])
+def test_attention_of_prompts(type: str) -> None:
+    code = compiled(["hopper", "prompt"], "sm_90a", TYPE=type, BFLOAT=1)
+    assert set(registers(code)) == {"attend_prompt"}
+    assert stack(code) <= 32
 
 
 def test_what_was_compiled_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 from weakref import WeakSet
 
@@ -16,10 +18,21 @@ _WIDEST = 4096  # columns that a kernel over rows takes at a time
 
 
 class Pending(Protocol):
-    """Slices of a product."""
+    """Slices of a product, or what is yet to be computed."""
 
     def join(self, base: torch.Tensor) -> None:
         """Adds them one after the other, then to `base` or over it."""
+
+
+@dataclass(frozen=True)
+class Later:
+    """Values that are written when they are first read, as float32 or in the type that is read."""
+
+    write: Callable[[torch.Tensor], None]
+
+    def join(self, base: torch.Tensor) -> None:
+        """Writes them over `base`."""
+        self.write(base)
 
 
 class CudaArray:

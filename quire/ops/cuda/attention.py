@@ -10,7 +10,7 @@ import triton
 
 from quire.ops import Array, Heads, HeadsHandle, Int32, Pages, PageTables, Rope, RopeHandle
 from quire.ops.cuda import attend_native
-from quire.ops.cuda.arrays import Arrays, row_of, values_of
+from quire.ops.cuda.arrays import Arrays, Later, row_of, values_of
 from quire.ops.cuda.kernels import attend as kernels
 from quire.ops.cuda.kernels import heads as head_kernels
 from quire.ops.cuda.machine import Machine, OnDevice, need, power_of_two
@@ -30,6 +30,7 @@ from quire.ops.cuda.paged import (
     shape_of,
 )
 from quire.ops.cuda.products import MULTIPLY
+from quire.ops.cuda.prompts import attend_prompt, prompt_tile
 
 _AHEAD = 4
 """Up to so many tokens a kernel is launched before the one that it waits for has ended."""
@@ -96,22 +97,23 @@ class Attention(Arrays):
             assert isinstance(rope, RopeTable)
             need(rope.shape[0] == shape[0], f"a rope table of {rope.shape[0]} rows")
             need(rope.shape[1] <= h.head_dim_k, f"rope turns {rope.shape[1]} dimensions")
-        out = self.machine.empty(sizes.tokens, h.n_heads * h.head_dim_v)
+        out = self.new(self.machine.empty(sizes.tokens, h.n_heads * h.head_dim_v))
         if sizes.tokens:
-            call = _Call(values_of(qkv), out, layer, pages, rope, (k_offset, v_offset), store)
+            call = _Call(values_of(qkv), layer, pages, rope, (k_offset, v_offset), store)
             if sizes.single:
-                self._decode(call)
+                self._decode(call, out.base)
             else:
-                self._attend(call, self._enter(call))
-        return self.new(out)
+                queries = self._enter(call)
+                out.pending = Later(lambda to: self._attend(call, queries, to))
+        return out
 
-    def _decode(self, call: _Call) -> None:
+    def _decode(self, call: _Call, out: torch.Tensor) -> None:
         """One token of each sequence, in one launch."""
         h, pages, shape = call.layer.heads, call.pages, call.pages.shape
         n_queries, rows = shape.seqs * h.n_heads, shape.seqs * h.n_kv_heads
         if attend_native.takes(self.machine, call.layer):
             attend_native.decode(
-                self.machine, call.layer, pages, call.rope, call.qkv, call.out, call.offsets,
+                self.machine, call.layer, pages, call.rope, call.qkv, out, call.offsets,
                 call.store, self._arrivals(rows),
             )  # fmt: skip
             return
@@ -123,12 +125,12 @@ class Attention(Arrays):
         ahead = shape.seqs <= _AHEAD and self.machine.launches_ahead
         per = triton.cdiv(shape.spans * rows, _PROGRAMS)  # spans that one program takes
         kernels.decode[(shape.seqs, h.n_kv_heads, triton.cdiv(shape.spans, per))](
-            call.qkv, call.out, parts, tops, masses, self._arrivals(rows),
+            call.qkv, out, parts, tops, masses, self._arrivals(rows),
             pages.base, pages.tables, pages.first, pages.length, pages.slots, pages.positions,
             call.q_norm, call.k_norm, call.turns, shape.seqs, shape.pages, shape.page_bytes,
             *call.offsets, call.qkv.shape[1], call.layer.eps, h.scale, h.softcap, h.window, per,
             **call.constants, **tile, CAPPED=h.softcap > 0, STORE=call.store, SPAN=SPAN,
-            AHEAD=ahead, **({"launch_pdl": True} if ahead else {}),
+            **_ahead(ahead),
         )  # fmt: skip
 
     def _arrivals(self, n: int) -> torch.Tensor:
@@ -149,11 +151,16 @@ class Attention(Arrays):
             call.qkv, queries, call.pages.base, call.pages.slots, call.q_norm, call.k_norm,
             call.turns, shape.page_bytes, *call.offsets, call.qkv.shape[1], call.layer.eps,
             **call.constants, BQ=rows, BKV=power_of_two(h.n_kv_heads), Q_PARTS=parts,
+            **_ahead(self.machine.launches_ahead),
         )  # fmt: skip
         return queries
 
-    def _attend(self, call: _Call, queries: torch.Tensor) -> None:
+    def _attend(self, call: _Call, queries: torch.Tensor, out: torch.Tensor) -> None:
+        """What queries find in the pages."""
         h, pages, shape = call.layer.heads, call.pages, call.pages.shape
+        if size := prompt_tile(self.machine, call.layer, pages, call.offsets):
+            attend_prompt(self.machine, call.layer, pages, call.offsets, size, queries, out)
+            return
         group = h.n_heads // h.n_kv_heads
         size = TILES[1] if group * TILES[1] <= _most(call.layer) else TILES[0]
         tile = _tile(call.layer, shape.page_tokens, size, self.machine)
@@ -161,21 +168,22 @@ class Attention(Arrays):
         n_tiles, n_queries = tiles.shape[1], shape.tokens * h.n_heads
         split = n_tiles * h.n_kv_heads < _FULL
         spans = shape.spans if split else 1
-        parts = tops = masses = call.out
+        parts = tops = masses = out
         if split:
             parts = self.machine.empty(spans, n_queries, h.head_dim_v)
             tops, masses = self.machine.empty(2, spans, n_queries)
         holes = pages.slot_positions
         kernels.attend[(n_tiles, h.n_kv_heads, spans)](
-            queries, call.out, parts, tops, masses, pages.base, pages.tables, pages.first,
+            queries, out, parts, tops, masses, pages.base, pages.tables, pages.first,
             pages.length, pages.positions, pages.first if holes is None else holes, *tiles,
             shape.tokens, shape.pages, shape.holes, shape.page_bytes, *call.offsets, h.scale,
             h.softcap, h.window, CAPPED=h.softcap > 0, HOLES=holes is not None, SPLIT=split,
             SPAN=SPAN, **call.layer.shapes(shape.page_tokens), **tile,
+            **_ahead(self.machine.launches_ahead),
         )  # fmt: skip
         if split:
             kernels.merge_splits[(triton.cdiv(n_queries, 4),)](
-                call.out, parts, tops, masses, n_queries, spans, DV=h.head_dim_v,
+                out, parts, tops, masses, n_queries, spans, DV=h.head_dim_v,
                 DVP=power_of_two(h.head_dim_v, 32), BM=4, num_warps=1,
             )  # fmt: skip
 
@@ -185,7 +193,6 @@ class _Call:
     """One layer's attention in one step."""
 
     qkv: torch.Tensor
-    out: torch.Tensor
     layer: Layer
     pages: Paged
     rope: RopeTable | None
@@ -213,6 +220,11 @@ class _Call:
             "NEOX": rope is not None and rope.neox,
             "Q_NORM": self.layer.q_norm is not None, "K_NORM": self.layer.k_norm is not None,
         }  # fmt: skip
+
+
+def _ahead(ahead: bool) -> dict[str, Any]:
+    """How a kernel is launched before the one that it waits for has ended."""
+    return {"AHEAD": True, "launch_pdl": True} if ahead else {"AHEAD": False}
 
 
 def _most(layer: Layer) -> int:

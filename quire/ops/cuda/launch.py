@@ -28,6 +28,8 @@ STAGES: dict[int, tuple[tuple[int, int], ...]] = {
     0: ((5, 2), (3, 2)), 4: ((12, 2), (4, 2)), 8: ((8, 2), (3, 2)),
 }  # fmt: skip
 """By bits of a weight: units that a warp has in flight, and blocks on a multiprocessor."""
+MOST_KEPT = 10
+"""Steps of 1,024 columns that a row's kernel holds in registers."""
 _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int, ctypes.c_float
 
 
@@ -73,12 +75,6 @@ class _Two(ctypes.Structure):
     """TwoArgs of few.cu."""
 
     _fields_ = (("first", _Few), ("second", _Few), ("blocks", _I))
-
-
-class _Expand(ctypes.Structure):
-    """ExpandArgs of expand.cu."""
-
-    _fields_ = (("w", _P), ("out", _P), ("rows", _I), ("cols", _I), ("bfloat", _I))
 
 
 @dataclass(frozen=True)
@@ -141,11 +137,16 @@ def prepare(
     values: torch.Tensor, undo: torch.Tensor, joined: _Join | None = None,
 ) -> None:  # fmt: skip
     """Rows of activations in the type of `values`: of x, or of slices that are added first."""
-    names = {torch.float16: "half", torch.bfloat16: "bfloat", torch.float32: "float"}
-    on = native(machine.device)
-    kernel = on.kernel(("common", "rows"), f"prepare_{names[values.dtype]}", _THREADS)
+    on, cols = native(machine.device), values.shape[1]
+    name = {torch.float16: "half", torch.bfloat16: "bfloat", torch.float32: "float"}[values.dtype]
+    aligned = all((at(each) or 0) % 16 == 0 for each in (x, norm)) and x.stride(0) % 4 == 0
+    source = 2 if joined else int(aligned and cols % 4 == 0 and not (act or fine))
+    kernel = on.kernel(
+        ("common", "rows"), f"prepare_{name}", _THREADS, SOURCE=source,
+        KEPT=min(-(-cols // (4 * _THREADS)), MOST_KEPT),
+    )  # fmt: skip
     given = _Prepare(
-        at(x), at(norm), at(values), at(undo), x.stride(0), len(x), values.shape[1], act, fine, eps,
+        at(x), at(norm), at(values), at(undo), x.stride(0), len(x), cols, act, fine, eps,
         joined or _Join(),
     )  # fmt: skip
     kernel.launch(on.stream, (len(x), 1, 1), 0, given)
@@ -246,15 +247,6 @@ def product_two(
         start += w.rows
     kernel.launch(on.stream, (most, 1, 1), shared, _Two(*given, first))
     return True
-
-
-def expand(machine: Machine, w: Segment, out: torch.Tensor) -> None:
-    """Quantised weights as the very float16 that products make of them, or as bfloat16."""
-    on = native(machine.device)
-    kernel = on.kernel(("common", "weights", "expand"), "expand", _THREADS, WEIGHTS=w.format.native)
-    units = -(-w.rows // TILE) * -(-w.cols // UNIT)
-    given = _Expand(at(w.q), at(out), w.rows, w.cols, out.dtype is torch.bfloat16)
-    kernel.launch(on.stream, (-(-units // (4 * _WARPS)), 1, 1), 0, given)
 
 
 def _some_tokens(x: Prepared) -> int:

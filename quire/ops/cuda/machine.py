@@ -100,6 +100,11 @@ class Machine:
         return not self.interpreted and torch.cuda.get_device_capability(self.device) >= (9, 0)
 
     @property
+    def hopper(self) -> bool:
+        """Whether the GPU has Hopper's own instructions, which no other has."""
+        return not self.interpreted and torch.cuda.get_device_capability(self.device)[0] == 9
+
+    @property
     def reserved(self) -> int:
         """Bytes that torch holds of the GPU, used or kept for later."""
         if self.interpreted:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +11,13 @@ import triton
 import triton.language as tl
 
 from quire.ops.cuda import launch
-from quire.ops.cuda.arrays import Arrays, CudaArray, block_of
+from quire.ops.cuda.arrays import Arrays, CudaArray, Later, block_of
 from quire.ops.cuda.formats import UNIT, Format
 from quire.ops.cuda.kernels import product as kernels
 from quire.ops.cuda.kernels import rows as row_kernels
 from quire.ops.cuda.launch import SOME, Prepared, Slices
 from quire.ops.cuda.machine import power_of_two
+from quire.ops.cuda.many import expand, product_many, takes_many
 from quire.ops.cuda.matrices import Segment
 
 _NATIVE = 32
@@ -69,7 +71,8 @@ class Multiplying(Arrays):
     exact_batches = True
     """Whether a token has the same bits in every batch; if not, prompts take torch's products.
 
-    Quantised weights are bfloat16 there: so are activations then, and need no scale.
+    Quantised weights are bfloat16 there: so are activations then, and need no scale. Gate and up
+    are multiplied as ever where that is faster, which it is on Hopper.
     """
 
     def kind_of(self, format: Format, n: int, fine: bool = False) -> torch.dtype:
@@ -102,6 +105,14 @@ class Multiplying(Arrays):
             return Prepared(values, scales, n, fine)
         joined, total = None, None
         left = x.pending
+        if (
+            isinstance(left, Later)
+            and kind is torch.bfloat16
+            and norm is None
+            and not (act or fine)
+        ):
+            left.join(values)  # it is written in this type at once
+            return Prepared(values, values, n, False)
         if isinstance(left, Slices) and left.fused and not (act or fine or kind is torch.float32):
             total = self.machine.empty(*x.shape)
             joined = left.arguments(x.base, total)
@@ -116,8 +127,12 @@ class Multiplying(Arrays):
         if w.format.bits and not self.machine.interpreted:
             if x.n <= SOME:
                 return launch.product_some(self.machine, x, w, to.out, to.bias, to.into)
-            w = self._expanded(w, x.values.dtype)
+            if not takes_many(self.machine, x, w, to.out):
+                w = self.expanded([w], x.values.dtype)
         if not self.exact_batches and x.n > SOME and self._library(x, w, to):
+            return None
+        if takes_many(self.machine, x, w, to.out):
+            product_many(self.machine, x, w, to.out, to.bias, to.into)
             return None
         tile = tile_of(w, x.n)
         programs = triton.cdiv(w.rows, tile["BR"])
@@ -135,7 +150,11 @@ class Multiplying(Arrays):
         if w.format.bits and x.n <= SOME:
             launch.product_some(self.machine, x, w, out, act=act)
             return out
-        w = self._expanded(w, x.values.dtype) if w.format.bits else w
+        if w.format.bits and not takes_many(self.machine, x, w, out):
+            w = self.expanded([w], x.values.dtype)
+        if takes_many(self.machine, x, w, out):
+            product_many(self.machine, x, w, out, act=act)
+            return out
         tile = gated_tile_of(w, x.n)
         values, q, tma = self._operands(x, w, tile)
         kernels.gated[(triton.cdiv(rows, tile["BR"]), triton.cdiv(x.n, tile["BT"]))](
@@ -157,17 +176,20 @@ class Multiplying(Arrays):
         narrow = not w.format.bits and w.format.dtype is not torch.float32
         return narrow and not (self.machine.interpreted or w.first or w.cols % UNIT)
 
-    def _expanded(self, w: Segment, kind: torch.dtype) -> Segment:
+    def expanded(self, segments: Sequence[Segment], kind: torch.dtype) -> Segment:
         """For many tokens: quantised weights unpacked once, instead of by every tile."""
-        values = self.machine.empty(w.rows, w.cols, dtype=kind)
-        launch.expand(self.machine, w, values)
-        return Segment(Format(0, dtype=kind), w.cols, (w.rows,), values)
+        cols, rows = segments[0].cols, tuple(segment.rows for segment in segments)
+        values, start = self.machine.empty(sum(rows), cols, dtype=kind), 0
+        for segment in segments:
+            expand(self.machine, segment, values[start : start + segment.rows])
+            start += segment.rows
+        return Segment(Format(0, dtype=kind), cols, rows, values)
 
     def gated_by_library(
         self, x: Prepared, w: Segment, act: int, kind: torch.dtype
     ) -> torch.Tensor:
         """act(gate) · up by torch's product, in this type."""
-        w = self._expanded(w, x.values.dtype) if w.format.bits else w
+        w = self.expanded([w], x.values.dtype) if w.format.bits else w
         both, rows = torch.mm(x.values, w.q.T), w.rows // 2
         out = self.machine.empty(x.n, rows, dtype=kind)
         kernels.activate[(triton.cdiv(rows, 1024), x.n)](both, out, rows, ACT=act, BLOCK=1024)
@@ -175,7 +197,7 @@ class Multiplying(Arrays):
 
     def _library(self, x: Prepared, w: Segment, to: Sum) -> bool:
         """By torch's product, if it has this one."""
-        narrow = w.format.dtype is not torch.float32 and not w.first
+        narrow = not w.format.bits and w.format.dtype is not torch.float32 and not w.first
         if self.machine.interpreted or x.fine or not (narrow and _WIDE_SUMS):
             return False
         weights, plain = w.q.T, not x.scaled and to.bias is None

@@ -187,7 +187,7 @@ class Native:
         found = torch.cuda.get_device_properties(device)
         self.processors = int(found.multi_processor_count)
         self.most_shared = int(found.shared_memory_per_block_optin)
-        self.architecture = f"sm_{found.major}{found.minor}"
+        self.architecture = f"sm_{found.major}{found.minor}" + ("a" if found.major == 9 else "")
         self.clusters = found.major >= 9  # older ones know none, and no early start
         self._kernels: dict[tuple[Any, ...], Kernel] = {}
         self._modules: dict[tuple[Any, ...], ctypes.c_void_p] = {}

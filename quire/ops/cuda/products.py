@@ -12,7 +12,7 @@ from quire.ops.cuda.arrays import CudaArray, array_of, row_of, values_of
 from quire.ops.cuda.formats import TILE
 from quire.ops.cuda.launch import Prepared, Slices
 from quire.ops.cuda.machine import OnDevice, need
-from quire.ops.cuda.matrices import CudaMatrix
+from quire.ops.cuda.matrices import CudaMatrix, Segment
 from quire.ops.cuda.multiply import MULTIPLY, Multiplying, Sum
 
 __all__ = ["MULTIPLY", "Matrices", "matrix_of"]
@@ -83,10 +83,11 @@ class Matrices(Multiplying):
         segment, n, rows = w.segments[0], x.shape[0], w.rows // 2
         if self.machine.interpreted or len(w.segments) > 1 or rows % TILE:
             return None
-        mine = self.kind_of(segment.format, n)
+        many = n > launch.SOME
+        mine = segment.format.multiply if self.machine.hopper else self.kind_of(segment.format, n)
         if mine is torch.float32:
             return None
-        if n > launch.SOME and not self.exact_batches:
+        if many and not (self.exact_batches or self.machine.hopper):
             if mine is not torch.bfloat16:
                 return None
             prepared = self.prepare(x, w.cols, norm, eps, 0, mine)
@@ -97,7 +98,7 @@ class Matrices(Multiplying):
                 return self.new(out)
         if segment.format.bits and n < launch.GATED_FROM:
             return None
-        if n <= launch.FEW or segment.format.bits:
+        if n <= launch.FEW or (segment.format.bits and not many):
             kind = torch.float32
         prepared = self.prepare(x, w.cols, norm, eps, 0, mine)
         return self.new(self.gated(prepared, segment, act, kind))
@@ -127,8 +128,8 @@ class Matrices(Multiplying):
         ):  # fmt: skip
             return None
         made: dict[torch.dtype, Prepared] = {}
-        start = 0
-        for segment in w.segments:
+        segments, start = self._at_once(w, x.shape[0], fine), 0
+        for segment in segments:
             mine = slice(start, start + segment.rows)
             out, bias = to.out[:, mine], None if to.bias is None else to.bias[mine]
             start += segment.rows
@@ -141,7 +142,15 @@ class Matrices(Multiplying):
                 made[kind] = self.prepare(x, w.cols, norm, eps, act, kind, fine)
             pending = self.product(made[kind], segment, Sum(out, bias, to.into))
             if pending is not None:
-                if len(w.segments) == 1:
+                if len(segments) == 1:
                     return pending
                 pending.join(out)
         return None
+
+    def _at_once(self, w: CudaMatrix, n: int, fine: bool) -> Sequence[Segment]:
+        """What so many tokens are multiplied with: of many, quantised segments become one."""
+        packed = [segment.format for segment in w.segments if segment.format.bits]
+        several = 1 < len(packed) == len(w.segments)
+        if n <= launch.SOME or fine or self.machine.interpreted or not several:
+            return w.segments
+        return [self.expanded(w.segments, self.kind_of(packed[0], n))]

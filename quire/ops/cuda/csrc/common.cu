@@ -119,8 +119,8 @@ struct Half {
   }
 };
 
-// x · sigmoid(x) and gelu's tanh form, which is a sigmoid too, times up.
-__device__ __forceinline__ float activate(int act, float gate, float up) {
+// x · sigmoid(x) and gelu's tanh form, which is a sigmoid too, times up: what 1 is added to, and all.
+__device__ __forceinline__ float sigmoid_power(int act, float gate) {
   float inner = gate;
   if (act == 2) {
     float cube = __fmul_rn(__fmul_rn(gate, gate), gate);
@@ -128,7 +128,11 @@ __device__ __forceinline__ float activate(int act, float gate, float up) {
   }
   float e;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(__fmul_rn(inner, -1.4426950408889634f)));
-  return __fmul_rn(__fdiv_rn(gate, __fadd_rn(1.0f, e)), up);
+  return e;
+}
+
+__device__ __forceinline__ float activate(int act, float gate, float up) {
+  return __fmul_rn(__fdiv_rn(gate, __fadd_rn(1.0f, sigmoid_power(act, gate))), up);
 }
 
 __device__ __noinline__ float4 activate4(int act, float4 gate, float4 up) {

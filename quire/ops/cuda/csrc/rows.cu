@@ -1,5 +1,13 @@
 // Rows of activations in the type that a weight is multiplied in, for more tokens than `few` takes,
 // and the sums of a product's slices. Both at once where a product's result is read first by a norm.
+//
+// Given: KEPT steps of 1,024 columns that are read once, as many as rows have where they are not very
+// wide; SOURCE: 0 any rows, 1 rows of whole fours without an activation, 2 slices that are added first.
+
+#ifndef SOURCE
+#define SOURCE 0
+#define KEPT 3
+#endif
 
 struct JoinArgs {
   const float* parts;  // [slices, columns, rows]; null: none
@@ -85,13 +93,13 @@ struct JoinedRow {
   __device__ __noinline__ float4 again(int c) const { return at(c); }
 };
 
-template <class T, bool FINE, int KEEP, class Source>
+template <class T, bool FINE, class Source>
 __device__ __forceinline__ void prepare_row(const PrepareArgs& a, const Source& row) {
   __shared__ float room[THREADS / 32];
   u16* out = (u16*)a.out + (u64)blockIdx.x * a.cols;
   u16* rest = out + (u64)a.n * a.cols;
   const int cols = a.cols;
-  NormWeights<KEEP> norm(a.norm, cols);
+  NormWeights<KEPT, SOURCE == 1> norm(a.norm, cols);
   wait_for_previous();
   auto put = [&](int c, float4 v) {
     u32 two[2] = {T::pack(v.x, v.y), T::pack(v.z, v.w)};
@@ -100,7 +108,7 @@ __device__ __forceinline__ void prepare_row(const PrepareArgs& a, const Source& 
       lost[0] = T::pack(__fsub_rn(v.x, T::low(two[0])), __fsub_rn(v.y, T::high(two[0])));
       lost[1] = T::pack(__fsub_rn(v.z, T::low(two[1])), __fsub_rn(v.w, T::high(two[1])));
     }
-    if (cols % 4 == 0) {
+    if (SOURCE || cols % 4 == 0) {
       *(uint2*)(out + c) = {two[0], two[1]};
       if (FINE) *(uint2*)(rest + c) = {lost[0], lost[1]};
     } else {
@@ -116,13 +124,15 @@ __device__ __forceinline__ void prepare_row(const PrepareArgs& a, const Source& 
 
 template <class T> __device__ __forceinline__ void prepare(const PrepareArgs& a) {
   let_next_start();
+#if SOURCE == 2
+  prepare_row<T, false>(a, JoinedRow{a.from, (int)blockIdx.x, a.cols});
+#elif SOURCE == 1
+  prepare_row<T, false>(a, WholeRow{a.x + blockIdx.x * a.x_stride, a.cols});
+#else
   const Row row{a.x + blockIdx.x * a.x_stride, a.cols, a.act};
-  if (a.from.parts)
-    prepare_row<T, false, 3>(a, JoinedRow{a.from, (int)blockIdx.x, a.cols});
-  else if (a.fine)
-    prepare_row<T, true, 3>(a, row);
-  else
-    prepare_row<T, false, 6>(a, row);
+  if (a.fine) prepare_row<T, true>(a, row);
+  else prepare_row<T, false>(a, row);
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) prepare_half(const __grid_constant__ PrepareArgs a) {
@@ -138,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) prepare_float(const __grid
   let_next_start();
   float* out = (float*)a.out + (u64)blockIdx.x * a.cols;
   const int cols = a.cols;
-  NormWeights<3> norm(a.norm, cols);
+  NormWeights<KEPT> norm(a.norm, cols);
   wait_for_previous();
   const Row row{a.x + blockIdx.x * a.x_stride, cols, a.act};
   stage<false>(row, norm, a.eps, room, [&](int c, float4 v) { store4(out, c, cols, v); });

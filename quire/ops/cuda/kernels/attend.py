@@ -32,6 +32,56 @@ def merge(best, total, out, most, mass, part):
 
 
 @triton.jit
+def _block(
+    x, position, base, table, block, slots, start, shift, slot_positions, page_bytes, k_offset,
+    v_offset, head, scale, softcap, window, most, mass, part,
+    KV_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr,
+    DVP: tl.constexpr, TOKENS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    TYPE_K: tl.constexpr, TYPE_V: tl.constexpr, KIND_K: tl.constexpr, KIND_V: tl.constexpr,
+    SIZE_K: tl.constexpr, SIZE_V: tl.constexpr, ROW_K: tl.constexpr, ROW_V: tl.constexpr,
+    MULTIPLY: tl.constexpr, CAPPED: tl.constexpr, HOLES: tl.constexpr,
+):  # fmt: skip
+    """One more block of a span's slots: what follows `most`, `mass` and `part`."""
+    d, e = tl.arange(0, DKP), tl.arange(0, DVP)
+    ones = tl.full([BN, 16], 1.0, MULTIPLY)
+    scales = pages_at(base, tl.float16)
+    k_values, v_values = pages_at(base, TYPE_K), pages_at(base, TYPE_V)
+    slot = block - shift + tl.arange(0, BN)
+    seen = (slot >= 0) & (slot < slots)
+    at = start + slot
+    if HOLES:
+        at = tl.load(slot_positions + slot, mask=seen, other=-1)
+        seen = seen & (at >= 0)
+    page = tl.load(table + slot // TOKENS, mask=seen, other=0).to(tl.int64)
+    inside = slot % TOKENS
+    starts = head_start(page_bytes, page, k_offset, head, TOKENS, ROW_K)
+    k = load_rows(
+        k_values, scales, starts[:, None], inside[:, None], d[None, :],
+        seen[:, None] & (d < DK)[None, :], KIND_K, SIZE_K, TOKENS, DK,
+    ).to(MULTIPLY)  # fmt: skip
+    score = tl.dot(x, tl.trans(k), input_precision="ieee") * scale
+    if CAPPED:
+        score = softcap * _tanh(score / softcap)
+    visible = seen[None, :] & (at[None, :] <= position[:, None])
+    if window > 0:
+        visible = visible & (at[None, :] > position[:, None] - window)
+    score = tl.where(visible, score, float("-inf"))
+    top = tl.maximum(most, tl.max(score, 1))
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    p = tl.exp(score - safe[:, None]).to(MULTIPLY)
+    fade = tl.exp(most - safe)
+    starts = head_start(page_bytes, page, v_offset, head, TOKENS, ROW_V)
+    v = load_rows(
+        v_values, scales, starts[:, None], inside[:, None], e[None, :],
+        seen[:, None] & (e < DV)[None, :], KIND_V, SIZE_V, TOKENS, DV,
+    ).to(MULTIPLY)  # fmt: skip
+    # Tensor cores add in one order whatever the tile, which a sum over a row would not.
+    mass = tl.dot(p, ones, mass * fade[:, None], input_precision="ieee")
+    part = tl.dot(p, v, part * fade[:, None], input_precision="ieee")
+    return top, mass, part
+
+
+@triton.jit
 def _span(
     x, position, base, table, first_slot, last_slot, slots, start, shift, slot_positions,
     page_bytes, k_offset, v_offset, head, scale, softcap, window,
@@ -42,47 +92,16 @@ def _span(
     MULTIPLY: tl.constexpr, CAPPED: tl.constexpr, HOLES: tl.constexpr,
 ):  # fmt: skip
     """One span of slots: the largest score of each query, the mass below it, and their sum of v."""
-    d, e = tl.arange(0, DKP), tl.arange(0, DVP)
-    ones = tl.full([BN, 16], 1.0, MULTIPLY)
-    scales = pages_at(base, tl.float16)
-    k_values, v_values = pages_at(base, TYPE_K), pages_at(base, TYPE_V)
     most = tl.full([BM], float("-inf"), tl.float32)
     mass = tl.zeros([BM, 16], tl.float32)
     part = tl.zeros([BM, DVP], tl.float32)
     for block in range(first_slot, last_slot, BN):
-        slot = block - shift + tl.arange(0, BN)
-        seen = (slot >= 0) & (slot < slots)
-        at = start + slot
-        if HOLES:
-            at = tl.load(slot_positions + slot, mask=seen, other=-1)
-            seen = seen & (at >= 0)
-        page = tl.load(table + slot // TOKENS, mask=seen, other=0).to(tl.int64)
-        inside = slot % TOKENS
-        starts = head_start(page_bytes, page, k_offset, head, TOKENS, ROW_K)
-        k = load_rows(
-            k_values, scales, starts[:, None], inside[:, None], d[None, :],
-            seen[:, None] & (d < DK)[None, :], KIND_K, SIZE_K, TOKENS, DK,
-        ).to(MULTIPLY)  # fmt: skip
-        score = tl.dot(x, tl.trans(k), input_precision="ieee") * scale
-        if CAPPED:
-            score = softcap * _tanh(score / softcap)
-        visible = seen[None, :] & (at[None, :] <= position[:, None])
-        if window > 0:
-            visible = visible & (at[None, :] > position[:, None] - window)
-        score = tl.where(visible, score, float("-inf"))
-        top = tl.maximum(most, tl.max(score, 1))
-        safe = tl.where(top == float("-inf"), 0.0, top)
-        p = tl.exp(score - safe[:, None]).to(MULTIPLY)
-        fade = tl.exp(most - safe)
-        starts = head_start(page_bytes, page, v_offset, head, TOKENS, ROW_V)
-        v = load_rows(
-            v_values, scales, starts[:, None], inside[:, None], e[None, :],
-            seen[:, None] & (e < DV)[None, :], KIND_V, SIZE_V, TOKENS, DV,
-        ).to(MULTIPLY)  # fmt: skip
-        # Tensor cores add in one order whatever the tile, which a sum over a row would not.
-        mass = tl.dot(p, ones, mass * fade[:, None], input_precision="ieee")
-        part = tl.dot(p, v, part * fade[:, None], input_precision="ieee")
-        most = top
+        most, mass, part = _block(
+            x, position, base, table, block, slots, start, shift, slot_positions, page_bytes,
+            k_offset, v_offset, head, scale, softcap, window, most, mass, part, KV_HEADS, DK, DV,
+            DKP, DVP, TOKENS, BM, BN, TYPE_K, TYPE_V, KIND_K, KIND_V, SIZE_K, SIZE_V, ROW_K, ROW_V,
+            MULTIPLY, CAPPED, HOLES,
+        )  # fmt: skip
     return most, tl.max(mass, 1), part
 
 
@@ -97,9 +116,15 @@ def attend(
     KIND_K: tl.constexpr, KIND_V: tl.constexpr,
     SIZE_K: tl.constexpr, SIZE_V: tl.constexpr, ROW_K: tl.constexpr, ROW_V: tl.constexpr,
     MULTIPLY: tl.constexpr, CAPPED: tl.constexpr, HOLES: tl.constexpr, SPLIT: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """The queries of a tile, of the heads that share a KV head; with SPLIT one span of slots."""
     tile, head = tl.program_id(0), tl.program_id(1)
+    if AHEAD:  # it was launched before what it reads was written (programmatic dependent launch)
+        gdc_wait()
+        gdc_launch_dependents()
+    if head * 2 >= KV_HEADS:  # later tiles see more: where two programs meet, one is short
+        tile = tl.num_programs(0) - 1 - tile
     group: tl.constexpr = HEADS // KV_HEADS
     row, count = tl.load(tile_row + tile), tl.load(tile_count + tile)
     if count == 0:
@@ -120,23 +145,31 @@ def attend(
         high = tl.minimum(slots, tl.max(position, 0) - start + 1)
         if window > 0:
             low = tl.maximum(tl.min(position, 0) - window + 1 - start, 0)
-    span_from, span_to = (low + shift) // SPAN, (high + shift + SPAN - 1) // SPAN
+    first_slot, last_slot = (low + shift) // BN * BN, high + shift
     if SPLIT:
-        mine = tl.program_id(2)
-        span_from, span_to = tl.maximum(span_from, mine), tl.minimum(span_to, mine + 1)
+        mine = tl.program_id(2) * SPAN
+        first_slot, last_slot = tl.maximum(first_slot, mine), tl.minimum(last_slot, mine + SPAN)
     best = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     result = tl.zeros([BM, DVP], tl.float32)
-    for span in range(span_from, span_to):
-        begin = tl.maximum(span * SPAN, (low + shift) // BN * BN)
-        end = tl.minimum((span + 1) * SPAN, high + shift)
-        most, mass, part = _span(
-            x, position, base, tables + seq * table_cols, begin, end, slots, start, shift,
+    most = tl.full([BM], float("-inf"), tl.float32)
+    mass = tl.zeros([BM, 16], tl.float32)
+    part = tl.zeros([BM, DVP], tl.float32)
+    # One loop over the blocks of all spans, so that loads run ahead from one to the next.
+    for block in range(first_slot, last_slot, BN):
+        most, mass, part = _block(
+            x, position, base, tables + seq * table_cols, block, slots, start, shift,
             slot_positions + seq * position_cols, page_bytes, k_offset, v_offset, head, scale,
-            softcap, window, KV_HEADS, DK, DV, DKP, DVP, TOKENS, BM, BN, TYPE_K, TYPE_V, KIND_K,
-            KIND_V, SIZE_K, SIZE_V, ROW_K, ROW_V, MULTIPLY, CAPPED, HOLES,
+            softcap, window, most, mass, part, KV_HEADS, DK, DV, DKP, DVP, TOKENS, BM, BN, TYPE_K,
+            TYPE_V, KIND_K, KIND_V, SIZE_K, SIZE_V, ROW_K, ROW_V, MULTIPLY, CAPPED, HOLES,
         )  # fmt: skip
-        best, total, result = merge(best, total, result, most, mass, part)
+        if (block + BN) % SPAN == 0:
+            best, total, result = merge(best, total, result, most, tl.max(mass, 1), part)
+            most = tl.full([BM], float("-inf"), tl.float32)
+            mass = tl.zeros([BM, 16], tl.float32)
+            part = tl.zeros([BM, DVP], tl.float32)
+    # What is left of the last span; merging nothing changes no bit.
+    best, total, result = merge(best, total, result, most, tl.max(mass, 1), part)
     stored = valid[:, None] & (e < DV)[None, :]
     if SPLIT:
         at = tl.program_id(2).to(tl.int64) * n * HEADS + query
@@ -182,7 +215,7 @@ def decode(
     group: tl.constexpr = HEADS // KV_HEADS
     row = qkv + seq * stride
     rope += seq * N_ROT
-    if AHEAD:  # it was launched before what it reads was written (programmatic dependent launch)
+    if AHEAD:
         gdc_wait()
         gdc_launch_dependents()
     m, d, e = tl.arange(0, BM), tl.arange(0, DKP), tl.arange(0, DVP)

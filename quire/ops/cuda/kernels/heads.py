@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.ops.cuda.kernels.rows import inverse_root
 
@@ -201,13 +202,16 @@ def enter(
     NEOX: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, TYPE_K: tl.constexpr,
     TYPE_V: tl.constexpr, KIND_K: tl.constexpr, KIND_V: tl.constexpr, SIZE_K: tl.constexpr,
     SIZE_V: tl.constexpr, ROW_K: tl.constexpr, ROW_V: tl.constexpr, BQ: tl.constexpr,
-    BKV: tl.constexpr, Q_PARTS: tl.constexpr,
+    BKV: tl.constexpr, Q_PARTS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Some heads of one token: q is normed, turned and kept; k and v go into their page.
 
     The first Q_PARTS programs of a token take BQ heads of q each, the next one k, the last v.
     """
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if AHEAD:
+        gdc_wait()
+        gdc_launch_dependents()
     row = qkv + token * stride
     table += token * N_ROT
     d, e = tl.arange(0, DKP), tl.arange(0, DVP)
