@@ -120,9 +120,8 @@ class Generation:
     def plain(self) -> bool:
         """Whether a device chooses its tokens by itself: by their logits and chance alone."""
         s = self.sampling
-        cut = s.temperature > 0 and (s.top_k > 0 or s.top_p < 1)
         wants_more = self.drafter is not None or s.logprobs is not None or bool(s.logit_bias)
-        return not (cut or wants_more or self.looks_back)
+        return not (wants_more or self.looks_back)
 
     def take(self, token: int) -> FinishReason | None:
         """One more token; says whether it is the last one, and why."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,10 +13,13 @@ from numpy.typing import NDArray
 
 from quire.ops import Array, Float32, Int32, Sampler
 from quire.ops.cuda.arrays import Arrays, values_of
+from quire.ops.cuda.kernels import cuts
 from quire.ops.cuda.kernels import race as kernels
 from quire.ops.cuda.machine import Machine, need, power_of_two
 
 _BLOCK = 1024
+_TALLIED = 2048  # tokens of a block that are counted together
+_ALL = 2**31 - 1  # more tokens than there are
 
 
 @dataclass(frozen=True)
@@ -37,9 +42,36 @@ class Wish:
         return not (flat and self.repetition_penalty == 1)
 
     @property
-    def selects(self) -> bool:
-        """Whether tokens have to be put in order."""
-        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
+    def choice(self) -> Choice:
+        """What has to be done for it."""
+        hot = self.temperature > 0
+        return Choice(hot, hot and self.top_k > 0, hot and self.top_p < 1)
+
+
+class Choice(NamedTuple):
+    """What choosing tokens of some rows takes; with none of it, the likeliest are chosen."""
+
+    random: bool = False
+    counted: bool = False
+    """Whether some row has a top_k."""
+    weighed: bool = False
+    """Whether some row has a top_p."""
+
+    @staticmethod
+    def of(wishes: Iterable[Wish]) -> Choice:
+        """For all of them."""
+        each = [wish.choice for wish in wishes]
+        return Choice(*(any(column) for column in zip(*each, strict=True))) if each else Choice()
+
+
+class Rows(NamedTuple):
+    """What each row wants, on the device."""
+
+    keys: torch.Tensor
+    floors: torch.Tensor
+    heat: torch.Tensor
+    most: torch.Tensor
+    shares: torch.Tensor
 
 
 class CudaSampler:
@@ -96,24 +128,41 @@ def race_keys(uniforms: NDArray[np.float64]) -> NDArray[np.int64]:
     return (x ^ (x >> np.uint64(31))).view(np.int64)
 
 
-def drawing(
-    machine: Machine, x: torch.Tensor, keys: torch.Tensor, heat: torch.Tensor | None,
-    floors: torch.Tensor, edges: torch.Tensor | None = None, limits: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """The winner of each row; of the likeliest alone, where nobody has a temperature (`heat`).
+def columns_of(
+    draws: Sequence[tuple[Wish, float] | None], choice: Choice, n: int
+) -> list[NDArray[Any]]:
+    """What `Rows` are made of, for n rows; those behind the last draw want nothing."""
+    keys, floors, heat = np.zeros(n, np.int64), np.zeros(n), np.zeros(n, np.float32)
+    most, shares = np.full(n, _ALL, np.int32), np.ones(n)
+    if choice.random:
+        keys[: len(draws)] = race_keys(np.array([0.0 if d is None else d[1] for d in draws]))
+        for i, draw in enumerate(draws):
+            if draw is not None:
+                wish = draw[0]
+                heat[i], floors[i] = wish.temperature, wish.min_p
+                if wish.temperature > 0:
+                    most[i], shares[i] = wish.top_k or _ALL, wish.top_p
+    return [keys, floors, shares, heat, most]
 
-    -1 stands for a row that excludes every token, -2 for one with a NaN.
-    """
+
+def drawing(
+    machine: Machine, x: torch.Tensor, choice: Choice, rows: Rows, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The winner of each row; -1 for one that excludes every token, -2 for one with a NaN."""
     n, vocab = x.shape
     n_blocks = triton.cdiv(vocab, _BLOCK)
     scores = machine.empty(n, n_blocks, dtype=torch.float64)
     winners = machine.empty(n, n_blocks, dtype=torch.int32)
-    tops = x if heat is None else x.amax(1)
+    cut = choice.counted or choice.weighed
+    tops = x.amax(1) if choice.random else x
+    edges = _edges(machine, x, tops, choice, rows) if cut else rows.keys
+    counts = machine.empty(n, n_blocks, dtype=torch.int32) if cut else winners
+    if cut:
+        cuts.at_edge[(n, n_blocks)](x, edges, counts, vocab, n_blocks, BLOCK=_BLOCK)
     kernels.race[(n, n_blocks)](
-        x, keys, x if heat is None else heat, tops, floors, x if edges is None else edges,
-        keys if limits is None else limits, scores, winners, vocab, n_blocks, BLOCK=_BLOCK,
-        GREEDY=heat is None, CUT=edges is not None,
+        x, rows.keys, rows.heat, tops, rows.floors, edges, counts, scores, winners, vocab,
+        n_blocks, BLOCK=_BLOCK, BLOCKS=power_of_two(n_blocks, 16), GREEDY=not choice.random,
+        CUT=cut,
     )  # fmt: skip
     if out is None:
         out = machine.empty(n, dtype=torch.int32)
@@ -121,6 +170,28 @@ def drawing(
         scores, winners, out, n_blocks, BLOCK=power_of_two(n_blocks, 16), num_warps=1
     )
     return out
+
+
+def _edges(
+    machine: Machine, x: torch.Tensor, tops: torch.Tensor, choice: Choice, rows: Rows
+) -> torch.Tensor:
+    """The last tokens that top_k and top_p leave in: their places, and how many are there."""
+    n, vocab = x.shape
+    digits = cuts.DIGITS
+    edges = torch.zeros((n, 2), dtype=torch.int64, device=x.device)
+    scale = 2.0 ** (62 - vocab.bit_length())  # as fine as sums of all tokens allow
+    for by_weight in (False, True):
+        if not (choice.weighed if by_weight else choice.counted):
+            continue
+        found = torch.zeros((digits, n, 18), dtype=torch.int64, device=x.device)
+        sums, states = found.view(-1).split([digits * n * 16, digits * n * 2])
+        own = tops, rows.heat, rows.most, rows.shares, sums, states, edges
+        for number in range(digits):
+            cuts.tally[(n, triton.cdiv(vocab, _TALLIED))](
+                x, *own, vocab, n, number, BY_WEIGHT=by_weight, SCALE=scale, BLOCK=_TALLIED
+            )
+        cuts.settle[(n,)](*own, n, DIGITS=digits, BY_WEIGHT=by_weight, SCALE=scale, num_warps=1)
+    return edges
 
 
 class Sampling(Arrays):
@@ -225,37 +296,11 @@ class Sampling(Arrays):
         self, x: torch.Tensor, wishes: list[Wish], uniforms: NDArray[np.float64]
     ) -> torch.Tensor:
         """Winners of edited rows; -1 where every token is excluded, -2 where one is NaN."""
-        n = len(x)
-        upload = self.machine.upload
-        edges = torch.full((n,), float("-inf"), device=x.device)
-        limits = torch.zeros(n, dtype=torch.int32, device=x.device)
-        chosen = [row for row, wish in enumerate(wishes) if wish.selects]
-        if chosen:
-            at = upload(np.array(chosen, np.int64))
-            edges[at], limits[at] = self._edges(x[at], [wishes[row] for row in chosen])
-        heat = upload(np.array([w.temperature for w in wishes], np.float32))
-        floors = upload(np.array([w.min_p for w in wishes], np.float64))
-        keys = upload(race_keys(uniforms))
-        return drawing(self.machine, x, keys, heat, floors, edges, limits)
-
-    def _edges(self, x: torch.Tensor, wishes: list[Wish]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The last token that top_k and top_p leave in: its logit and its id."""
-        vocab = x.shape[1]
-        ordered, ids = torch.sort(x, dim=1, descending=True, stable=True)
-        ranks = torch.arange(vocab, device=x.device)
-        most = self.machine.upload(np.array([w.top_k or vocab for w in wishes], np.int64))
-        heat = self.machine.upload(np.array([w.temperature for w in wishes], np.float32)).double()
-        mass = self.machine.upload(np.array([w.top_p for w in wishes], np.float64))
-        y = ordered.double()
-        weights = torch.exp((y - y[:, :1]) / heat[:, None])
-        weights = torch.where(y == y[:, :1], 1.0, weights)
-        weights = torch.where((ranks < most[:, None]) & (y > float("-inf")), weights, 0.0)
-        sums = weights.cumsum(1)
-        short = sums < (mass * sums[:, -1])[:, None]
-        # Without top_p the whole mass is wanted, which rounding must not cut short.
-        kept = torch.where(mass < 1, short.sum(1) + 1, vocab)
-        last = torch.minimum(torch.minimum(kept, most), torch.tensor(vocab, device=x.device)) - 1
-        return ordered.gather(1, last[:, None])[:, 0], ids.gather(1, last[:, None])[:, 0].int()
+        choice = Choice.of(wishes)
+        draws = list(zip(wishes, uniforms.tolist(), strict=True))
+        columns = columns_of(draws, choice, len(x))
+        keys, floors, shares, heat, most = (self.machine.upload(column) for column in columns)
+        return drawing(self.machine, x, choice, Rows(keys, floors, heat, most, shares))
 
     def logprobs(self, logits: Array, ids: Int32, top: int) -> tuple[Float32, Int32, Float32]:
         """Log-probabilities of ids, and the likeliest tokens with theirs, row by row."""

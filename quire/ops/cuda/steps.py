@@ -29,7 +29,7 @@ from quire.ops.cuda.machine import Machine, OnDevice, power_of_two
 from quire.ops.cuda.paged import Paged, PageShape, filled, page_columns, shape_of
 from quire.ops.cuda.recurrent import state_places
 from quire.ops.cuda.recurrent_rows import CudaStates, StateShape, state_columns, state_shape
-from quire.ops.cuda.sampling import drawing, race_keys, sampler_of
+from quire.ops.cuda.sampling import Choice, Rows, columns_of, drawing, sampler_of
 from quire.ops.cuda.stage import Clock, Drawn, Stage
 
 MOST_TOKENS = 512
@@ -72,7 +72,7 @@ class Key:
     every_row: bool
     """Whether the logits of all tokens are wanted, in order."""
     groups: tuple[tuple[str, PageShape | StateShape], ...]
-    greedy: bool
+    choice: Choice
 
 
 class Captured:
@@ -80,7 +80,7 @@ class Captured:
 
     def __init__(self, key: Key, device: torch.device) -> None:
         self.key = key
-        self.sizes = [2 * key.rows] * 2 + [key.rows] * 2 + [key.tokens] * 3
+        self.sizes = [2 * key.rows] * 3 + [key.rows] * 3 + [key.tokens] * 3
         for _, shape in key.groups:
             self.sizes += shape.sizes
         self.block = torch.zeros(sum(self.sizes), dtype=torch.int32, device=device)
@@ -153,31 +153,25 @@ class Steps:
             pages = power_of_two(shape.pages, 32)
             size = shape.page_tokens, shape.page_bytes, shape.single, 0
             shapes.append((name, PageShape(n_tokens, seqs, pages, *size)))
-        greedy = all(d is None or sampler_of(d[0]).wish.temperature == 0 for d in draws)
+        choice = Choice.of(sampler_of(draw[0]).wish for draw in draws if draw is not None)
         every_row = len(rows) == len(tokens)
-        return Key(n_tokens, rounded(len(rows)), every_row, tuple(shapes), greedy)
+        return Key(n_tokens, rounded(len(rows)), every_row, tuple(shapes), choice)
 
     def _columns(
         self, key: Key, tokens: Int32, positions: Int32, seq_rows: Int32,
         groups: Mapping[str, Group], rows: Int32,
         draws: Sequence[tuple[Sampler, float] | None], sources: Int32 | None,
     ) -> list[NDArray[Any]]:  # fmt: skip
-        n = key.rows
-        keys, floors = np.zeros(n, np.int64), np.zeros(n, np.float64)
-        heat, wanted = np.zeros(n, np.float32), np.zeros(n, np.int32)
+        drawn = [None if d is None else (sampler_of(d[0]).wish, d[1]) for d in draws]
+        wanted = np.zeros(key.rows, np.int32)
         wanted[: len(rows)] = rows
-        if not key.greedy:
-            keys[: len(draws)] = race_keys(np.array([0.0 if d is None else d[1] for d in draws]))
-            for i, draw in enumerate(draws):
-                if draw is not None:
-                    wish = sampler_of(draw[0]).wish
-                    heat[i], floors[i] = wish.temperature, wish.min_p
         ids, from_last = np.zeros((2, key.tokens), np.int32)
         ids[: len(tokens)] = tokens
         from_last[: len(tokens)] = -1 if sources is None else sources
         from_last[len(tokens) :] = -1
         at = filled(positions, key.tokens)
-        columns: list[NDArray[Any]] = [keys, floors, heat, wanted, ids, from_last, at]
+        columns = columns_of(drawn, key.choice, key.rows)
+        columns += [wanted, ids, from_last, at]
         for name, shape in key.groups:
             view = groups[name].view
             if isinstance(shape, StateShape):
@@ -204,7 +198,8 @@ class Steps:
     def _body(self, step: Captured, groups: Mapping[str, Group]) -> None:
         """What a graph holds."""
         model, ops = self._model, self._ops
-        keys, floors, heat, wanted, ids, sources, positions, *rest = step.columns()
+        keys, floors, shares, heat, most, *others = step.columns()
+        wanted, ids, sources, positions, *rest = others
         n_tokens = step.key.tokens
         tokens = self._machine.empty(n_tokens, dtype=torch.int32)
         kernels.follow[(1,)](
@@ -226,11 +221,11 @@ class Steps:
         if not step.key.every_row:
             x = ops.take_rows(x, OnDevice(wanted))
         step.logits = model.logits(x)
-        heats = None if step.key.greedy else heat.view(torch.float32)
-        drawing(
-            self._machine, values_of(step.logits), keys.view(torch.int64), heats,
-            floors.view(torch.float64), out=self._last,
+        chosen = Rows(
+            keys.view(torch.int64), floors.view(torch.float64), heat.view(torch.float32), most,
+            shares.view(torch.float64),
         )  # fmt: skip
+        drawing(self._machine, values_of(step.logits), step.key.choice, chosen, self._last)
 
 
 def rounded(n: int) -> int:
