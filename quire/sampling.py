@@ -150,8 +150,8 @@ class Sampling:
 
     def replace(self, **fields: Any) -> Sampling:
         """This sampling with other values; unknown names are refused."""
-        known = {f.name for f in dataclasses.fields(self)}
-        unknown = sorted(set(fields) - known)
+        known = self.__dataclass_fields__
+        unknown = sorted(fields.keys() - known)
         if unknown:
             raise RequestError(
                 f"unknown sampling field {', '.join(unknown)}; there are {', '.join(sorted(known))}"

@@ -180,6 +180,8 @@ class Device(ABC):
     """Bytes of a granule: what is handed out and taken back."""
     capacity: int
     """Bytes it has in all, whoever holds them."""
+    ahead = 0
+    """Bytes of pages that are taken before they are needed, where taking them is slow."""
     copier: Copier | None = None
     """What copies its pages by itself, if it has memory of its own."""
 

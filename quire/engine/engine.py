@@ -149,6 +149,8 @@ class Engine(Sequences):
         except BaseException:
             _undo(lease, drafts)
             raise
+        if drawn is not None:
+            self.memory.back_ahead()  # while the device computes
         flight = Flight.of(plan, drawn) if drawn is not None and drafts is None else None
         return Launched(plan, lease, logits, drawn, drafts, flight)
 
@@ -162,6 +164,7 @@ class Engine(Sequences):
             if flight is not None:
                 flight.land(accepted)
             elif drafts is None:
+                self._meanwhile(plan)
                 choose(plan.entries, logits, self.ops, self.n_vocab, accepted, drawn)
             else:
                 judge(plan, lease.tokens, logits, self.ops, self.n_vocab, accepted)
@@ -179,6 +182,21 @@ class Engine(Sequences):
                 drafts.settle(accepted)
             finally:
                 self._gain(accepted)
+                self.prefix.remember((a.sequence, a.kept, len(a.tokens)) for a in accepted)
+        if flight is not None or drafts is not None or drawn is None:
+            self._pay()
+
+    def _meanwhile(self, plan: Plan) -> None:
+        """What can be done while a device computes: what was planned is settled."""
+        self.prefix.remember(
+            (entry.sequence, entry.count, int(entry.ends and entry.sequence.generation is not None))
+            for entry in plan.entries
+        )
+        if self.runner.steps is not None:
+            self._pay()
+
+    def _pay(self) -> None:
+        """Pays for the arrays that devices have taken since."""
         for held in self.compute.each:
             if held.ops.compute_bytes != held.paid:
                 self.compute.pay(self.room)
@@ -206,7 +224,6 @@ class Engine(Sequences):
                     sequence.id, tuple(tokens), tuple(one.logprobs), one.finish_reason, one.error
                 )
                 self._outputs.append(output)
-        self.prefix.remember(accepted)
 
     def _recover(self, launched: Launched, accepted: list[Accepted]) -> None:
         """A step broke off after its layers had run: what was chosen counts, nothing else does.
@@ -262,7 +279,7 @@ class Engine(Sequences):
         """
         self.check_open()
         check_whole(sequence)
-        self.check_tokens(sequence.length, request.tokens)
+        prompt = self.prompt_of(sequence.length, request.tokens)
         self._check_bias(request)
         n_tokens = sequence.length + len(request.tokens)
         if not n_tokens:
@@ -271,8 +288,9 @@ class Engine(Sequences):
             raise self.too_long(n_tokens)
         sampling = request.sampling
         sampler = make_sampler(self.ops, sampling, self.constrainer.tokens_with)
-        prompt = np.array(request.tokens, np.int32)
-        sampler.observe_prompt(np.concatenate([sequence.tokens.array(), prompt]))
+        if sequence.length:
+            sampler.observe_prompt(sequence.tokens.array())
+        sampler.observe_prompt(prompt)
         rules = StopRules(self.end_ids, min(sampling.max_tokens, self.n_ctx - n_tokens), text)
         drafter = request.speculate.start(self, sequence) if request.speculate else None
         generation = Generation(sampling, sampler, matcher, rules, drafter)

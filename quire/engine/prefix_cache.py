@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from quire.devices.budget import Budget
-from quire.engine.plan import Accepted
 from quire.engine.sequence import LOST, PARKED, Sequence
 from quire.memory.prefix.index import PrefixIndex
 
@@ -50,15 +49,17 @@ class PrefixCache:
         self.adopt(sequence)
         sequence.count_cached(cached, miss)  # it tells what was there when the request came
 
-    def remember(self, accepted: list[Accepted]) -> None:
-        """Follows a step: running sequences grow, and the ends of prompts are kept."""
-        for one in accepted:
-            sequence, tokens = one.sequence, one.tokens
+    def remember(self, steps: Iterable[tuple[Sequence, int, int]]) -> None:
+        """Keeps the ends of prompts of a step.
+
+        It is told of sequences, how many of their tokens memory has kept, and how many are chosen.
+        """
+        for sequence, kept, chosen in steps:
             if not _can_share(sequence) or sequence.status is PARKED:
                 continue
-            if tokens and one.kept <= len(tokens) and sequence.computed != one.kept:
+            if chosen and kept <= chosen and sequence.computed != kept:
                 continue  # somewhere in the middle of an answer
-            if tokens or self._is_place(sequence):
+            if chosen or self._is_place(sequence):
                 self._insert(sequence)
 
     def _is_place(self, sequence: Sequence) -> bool:
@@ -97,8 +98,9 @@ class PrefixCache:
         first = sequence.tokens.array(0, max(sequence.length - 1, 0))
         n = len(first)
         computed = self.index.adopt(sequence.id, first, sequence.salt) if n else 0
-        known = self.index.known(first, sequence.salt) if computed < n else 0
-        sequence.adopt(computed, known if known > computed else None)
+        known = self.index.matched if n else 0
+        branches = known >= self.index.min_tokens and known > computed
+        sequence.adopt(computed, known if branches else None)
         sequence.count_cached(computed, self.index.missed if n else "new")
         self.track(sequence)
 

@@ -140,6 +140,9 @@ class TableAppend(GroupAppend[Table]):
         pages = self._rows.show(tables)
         if new.ahead is None:
             slots: Int32 = np.array(ends, np.int32)
+        elif len(tables) == 1:
+            slot = growths[0][2] + new.ahead
+            slots = pages[0, slot // size] * size + slot % size
         else:
             starts = np.array([growth[2] for growth in growths], np.int32)
             slot = starts[new.rows] + new.ahead

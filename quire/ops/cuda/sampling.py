@@ -69,9 +69,15 @@ class Rows(NamedTuple):
 
     keys: torch.Tensor
     floors: torch.Tensor
+    shares: torch.Tensor
     heat: torch.Tensor
     most: torch.Tensor
-    shares: torch.Tensor
+
+    @staticmethod
+    def of(columns: Sequence[torch.Tensor]) -> Rows:
+        """From columns as bare integers."""
+        kinds = torch.int64, torch.float64, torch.float64, torch.float32, torch.int32
+        return Rows(*(c.view(kind) for c, kind in zip(columns, kinds, strict=True)))
 
 
 class CudaSampler:
@@ -131,29 +137,36 @@ def race_keys(uniforms: NDArray[np.float64]) -> NDArray[np.int64]:
 def columns_of(
     draws: Sequence[tuple[Wish, float] | None], choice: Choice, n: int
 ) -> list[NDArray[Any]]:
-    """What `Rows` are made of, for n rows; those behind the last draw want nothing."""
+    """What `Rows` are made of, for n rows; those behind the last draw want nothing.
+
+    Nothing, where nobody leaves anything to chance.
+    """
+    if not choice.random:
+        return []
     keys, floors, heat = np.zeros(n, np.int64), np.zeros(n), np.zeros(n, np.float32)
     most, shares = np.full(n, _ALL, np.int32), np.ones(n)
-    if choice.random:
-        keys[: len(draws)] = race_keys(np.array([0.0 if d is None else d[1] for d in draws]))
-        for i, draw in enumerate(draws):
-            if draw is not None:
-                wish = draw[0]
-                heat[i], floors[i] = wish.temperature, wish.min_p
-                if wish.temperature > 0:
-                    most[i], shares[i] = wish.top_k or _ALL, wish.top_p
+    keys[: len(draws)] = race_keys(np.array([0.0 if d is None else d[1] for d in draws]))
+    for i, draw in enumerate(draws):
+        if draw is not None:
+            wish = draw[0]
+            heat[i], floors[i] = wish.temperature, wish.min_p
+            if wish.temperature > 0:
+                most[i], shares[i] = wish.top_k or _ALL, wish.top_p
     return [keys, floors, shares, heat, most]
 
 
 def drawing(
-    machine: Machine, x: torch.Tensor, choice: Choice, rows: Rows, out: torch.Tensor | None = None
-) -> torch.Tensor:
+    machine: Machine, x: torch.Tensor, choice: Choice, rows: Rows | None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """The winner of each row; -1 for one that excludes every token, -2 for one with a NaN."""
     n, vocab = x.shape
     n_blocks = triton.cdiv(vocab, _BLOCK)
     scores = machine.empty(n, n_blocks, dtype=torch.float64)
     winners = machine.empty(n, n_blocks, dtype=torch.int32)
     cut = choice.counted or choice.weighed
+    if rows is None:  # what nobody asks for is not read
+        rows = Rows(x, x, x, x, x)
     tops = x.amax(1) if choice.random else x
     edges = _edges(machine, x, tops, choice, rows) if cut else rows.keys
     counts = machine.empty(n, n_blocks, dtype=torch.int32) if cut else winners
@@ -299,8 +312,8 @@ class Sampling(Arrays):
         choice = Choice.of(wishes)
         draws = list(zip(wishes, uniforms.tolist(), strict=True))
         columns = columns_of(draws, choice, len(x))
-        keys, floors, shares, heat, most = (self.machine.upload(column) for column in columns)
-        return drawing(self.machine, x, choice, Rows(keys, floors, heat, most, shares))
+        rows = Rows(*(self.machine.upload(column) for column in columns)) if columns else None
+        return drawing(self.machine, x, choice, rows)
 
     def logprobs(self, logits: Array, ids: Int32, top: int) -> tuple[Float32, Int32, Float32]:
         """Log-probabilities of ids, and the likeliest tokens with theirs, row by row."""

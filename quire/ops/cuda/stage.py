@@ -37,22 +37,26 @@ class Clock:
 
     def __init__(self) -> None:
         self.seconds_per_token = 0.0
-        self._under_way: tuple[torch.cuda.Event, torch.cuda.Event, int] | None = None
+        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self._under_way = 0  # tokens of the step that is measured
 
     def start(self, n_tokens: int) -> torch.cuda.Event | None:
         """Before a step; what tells when it ends, where it is to be measured."""
-        if self._under_way is not None:
-            begin, end, n = self._under_way
+        if self._under_way and self._events is not None:
+            begin, end = self._events
             if not end.query():
                 return None
-            now = begin.elapsed_time(end) / 1e3 / n
+            now = begin.elapsed_time(end) / 1e3 / self._under_way
             self.seconds_per_token = (self.seconds_per_token or now) * 0.7 + now * 0.3
-            self._under_way = None
+            self._under_way = 0
         if n_tokens < _PROMPT:
             return None
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if self._events is None:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self._events = begin, end
+        begin, end = self._events
         begin.record()
-        self._under_way = begin, end, n_tokens
+        self._under_way = n_tokens
         return end
 
 

@@ -80,7 +80,8 @@ class Captured:
 
     def __init__(self, key: Key, device: torch.device) -> None:
         self.key = key
-        self.sizes = [2 * key.rows] * 3 + [key.rows] * 3 + [key.tokens] * 3
+        drawn = [2 * key.rows] * 3 + [key.rows] * 2 if key.choice.random else []
+        self.sizes = [*drawn, key.rows, *[key.tokens] * 3]
         for _, shape in key.groups:
             self.sizes += shape.sizes
         self.block = torch.zeros(sum(self.sizes), dtype=torch.int32, device=device)
@@ -198,8 +199,9 @@ class Steps:
     def _body(self, step: Captured, groups: Mapping[str, Group]) -> None:
         """What a graph holds."""
         model, ops = self._model, self._ops
-        keys, floors, shares, heat, most, *others = step.columns()
-        wanted, ids, sources, positions, *rest = others
+        columns = step.columns()
+        chosen = Rows.of([columns.pop(0) for _ in range(5)]) if step.key.choice.random else None
+        wanted, ids, sources, positions, *rest = columns
         n_tokens = step.key.tokens
         tokens = self._machine.empty(n_tokens, dtype=torch.int32)
         kernels.follow[(1,)](
@@ -221,10 +223,6 @@ class Steps:
         if not step.key.every_row:
             x = ops.take_rows(x, OnDevice(wanted))
         step.logits = model.logits(x)
-        chosen = Rows(
-            keys.view(torch.int64), floors.view(torch.float64), heat.view(torch.float32), most,
-            shares.view(torch.float64),
-        )  # fmt: skip
         drawing(self._machine, values_of(step.logits), step.key.choice, chosen, self._last)
 
 
