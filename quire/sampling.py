@@ -99,10 +99,13 @@ class Sampling:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        fields = self.__dict__
         for name, (low, high) in _NUMBERS.items():
-            _check(name, getattr(self, name), low, high)
+            value = fields[name]
+            if type(value) is not float or not low <= value <= high:  # else all is well
+                _check(name, value, low, high)
         for name, (least, most) in _WHOLE.items():
-            _check_int(name, getattr(self, name), least, most)
+            _check_int(name, fields[name], least, most)
         for name in ("top_p", "typical_p"):
             if getattr(self, name) == 0.0:
                 raise RequestError(

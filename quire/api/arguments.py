@@ -11,7 +11,6 @@ from typing import Any
 from quire.errors import RequestError
 from quire.types import Constraint, Grammar, Json, Regex, Sampling, SamplingFields
 
-
 _USUAL = Sampling()
 
 

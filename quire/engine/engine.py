@@ -8,8 +8,6 @@ from contextlib import suppress
 from time import perf_counter
 from typing import NamedTuple
 
-import numpy as np
-
 from quire.devices.budget import Budget
 from quire.engine.choose import choose, choose_first
 from quire.engine.constrain import Constrainer, Matcher

@@ -76,11 +76,15 @@ def make_sampler(ops: Ops, sampling: Sampling, tokens_with: TokensWith) -> Any:
         breakers = sampling.dry_sequence_breakers if sampling.dry_multiplier > 0 else ()
         return HostSampler(sampling, ops.sampler(sampling.temperature), tokens_with(breakers))
     bias = sampling.logit_bias
+    named = ()
+    if bias:
+        named = (
+            np.fromiter(bias.keys(), np.int32, len(bias)),
+            np.fromiter(bias.values(), np.float32, len(bias)),
+        )
     return ops.sampler(
         sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p,
-        sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty,
-        np.fromiter(bias.keys(), np.int32, len(bias)),
-        np.fromiter(bias.values(), np.float32, len(bias)),
+        sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty, *named,
     )  # fmt: skip
 
 

@@ -109,7 +109,7 @@ class PagePool:
 
     @property
     def spare(self) -> int:
-        """Free pages that are worth keeping backed; none where nobody uses any, or room is short."""
+        """Free pages that are worth keeping backed; none where nobody uses any."""
         ahead = min(self.device.ahead, self.budget.limit // 32)
         return ahead // self.page_bytes if self.used else 0
 

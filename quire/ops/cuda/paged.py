@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -97,8 +97,7 @@ TILES = (16, 64)
 """Tokens of one sequence that a program may take together."""
 
 
-@dataclass(frozen=True)
-class PageShape:
+class PageShape(NamedTuple):
     """Sizes of a step's tables: what it has, or more, where a graph is made for more."""
 
     tokens: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -222,7 +223,8 @@ class Sampling(Arrays):
         need(0 < top_p <= 1, "top_p must lie in (0, 1]")
         need(0 <= min_p <= 1, "min_p must lie in [0, 1]")
         need(0 < repetition_penalty < np.inf, "repetition_penalty must be a positive number")
-        need(np.isfinite([presence_penalty, frequency_penalty]).all(), "penalties are numbers")
+        finite = isfinite(presence_penalty) and isfinite(frequency_penalty)
+        need(finite, "penalties are numbers")
         need((bias_ids is None) == (bias_values is None), "bias_ids and bias_values go together")
         bias: tuple[tuple[int, float], ...] = ()
         if bias_ids is not None and bias_values is not None:

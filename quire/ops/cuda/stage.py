@@ -79,17 +79,18 @@ class Stage:
         if self._machine.interpreted:
             into.copy_(torch.from_numpy(_joined(columns, np.empty(len(into), np.int32))))
             return
+        size = into.numel()
         self._turn = (self._turn + 1) % self._DEPTH
         held = self._up[self._turn]
         if held is not None:
             held[1].synchronize()
-        if held is None or len(held[0]) < len(into):
-            size = power_of_two(len(into), 1 << 14)
-            held = torch.empty(size, dtype=torch.int32, pin_memory=True), torch.cuda.Event()
+        if held is None or held[0].numel() < size:
+            room = power_of_two(size, 1 << 14)
+            held = torch.empty(room, dtype=torch.int32, pin_memory=True), torch.cuda.Event()
             self._up[self._turn] = held
         pinned, event = held
         _joined(columns, pinned.numpy())
-        _carry(pinned, into, len(into))
+        _carry(pinned, into, size)
         event.record()
 
     def fetch(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -62,8 +62,7 @@ class Group:
         return len(self.bases) == 2
 
 
-@dataclass(frozen=True)
-class Key:
+class Key(NamedTuple):
     """The shape of a step."""
 
     tokens: int
@@ -104,6 +103,7 @@ class Steps:
         self._known: OrderedDict[Key, Captured] = OrderedDict()
         self._last = torch.zeros(MOST_TOKENS, dtype=torch.int32, device=self._machine.device)
         self._pool: Any = None
+        self._latest: Captured | None = None
         self.clock = Clock()
 
     def run(
@@ -124,7 +124,9 @@ class Steps:
             step = self._known[key] = Captured(key, self._machine.device)
             while len(self._known) > _GRAPHS:
                 self._known.popitem(last=False)
-        self._known.move_to_end(key)
+        elif step is not self._latest:
+            self._known.move_to_end(key)
+        self._latest = step
         columns = self._columns(key, tokens, positions, seq_rows, groups, rows, draws, sources)
         self._stage.put(columns, step.block)
         end = None if self._machine.interpreted else self.clock.start(len(tokens))
