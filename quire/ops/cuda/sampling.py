@@ -42,12 +42,6 @@ class Wish:
         flat = self.presence_penalty == 0 and self.frequency_penalty == 0
         return not (flat and self.repetition_penalty == 1)
 
-    @property
-    def choice(self) -> Choice:
-        """What has to be done for it."""
-        hot = self.temperature > 0
-        return Choice(hot, hot and self.top_k > 0, hot and self.top_p < 1)
-
 
 class Choice(NamedTuple):
     """What choosing tokens of some rows takes; with none of it, the likeliest are chosen."""
@@ -59,10 +53,12 @@ class Choice(NamedTuple):
     """Whether some row has a top_p."""
 
     @staticmethod
-    def of(wishes: Iterable[Wish]) -> Choice:
+    def of(samplers: Iterable[CudaSampler]) -> Choice:
         """For all of them."""
-        each = [wish.choice for wish in wishes]
-        return Choice(*(any(column) for column in zip(*each, strict=True))) if each else Choice()
+        each = {sampler.choice for sampler in samplers}
+        if len(each) < 2:
+            return each.pop() if each else Choice()
+        return Choice(*(any(column) for column in zip(*each, strict=True)))
 
 
 class Rows(NamedTuple):
@@ -86,6 +82,8 @@ class CudaSampler:
 
     def __init__(self, wish: Wish) -> None:
         self.wish = wish
+        hot = wish.temperature > 0
+        self.choice = Choice(hot, hot and wish.top_k > 0, hot and wish.top_p < 1)
         self._penalises = wish.penalises
         self._counts: dict[int, int] = {}
         self._prompt: set[int] = set()
@@ -136,7 +134,7 @@ def race_keys(uniforms: NDArray[np.float64]) -> NDArray[np.int64]:
 
 
 def columns_of(
-    draws: Sequence[tuple[Wish, float] | None], choice: Choice, n: int
+    draws: Sequence[tuple[Sampler, float] | None], choice: Choice, n: int
 ) -> list[NDArray[Any]]:
     """What `Rows` are made of, for n rows; those behind the last draw want nothing.
 
@@ -149,7 +147,7 @@ def columns_of(
     keys[: len(draws)] = race_keys(np.array([0.0 if d is None else d[1] for d in draws]))
     for i, draw in enumerate(draws):
         if draw is not None:
-            wish = draw[0]
+            wish = sampler_of(draw[0]).wish
             heat[i], floors[i] = wish.temperature, wish.min_p
             if wish.temperature > 0:
                 most[i], shares[i] = wish.top_k or _ALL, wish.top_p
@@ -254,7 +252,7 @@ class Sampling(Arrays):
         self._edit(x, mine)
         if masks is not None:
             self._mask(x, masks)
-        picked = self._pick(x, [sampler.wish for sampler in mine], uniforms)
+        picked = self._pick(x, mine, uniforms)
         found: Int32 = picked.cpu().numpy()
         for row, token in zip(rows, found, strict=True):
             need(token != -2, f"row {row} of the logits contains NaN")
@@ -308,11 +306,11 @@ class Sampling(Arrays):
         x.masked_fill_(bits == 0, float("-inf"))
 
     def _pick(
-        self, x: torch.Tensor, wishes: list[Wish], uniforms: NDArray[np.float64]
+        self, x: torch.Tensor, samplers: list[CudaSampler], uniforms: NDArray[np.float64]
     ) -> torch.Tensor:
         """Winners of edited rows; -1 where every token is excluded, -2 where one is NaN."""
-        choice = Choice.of(wishes)
-        draws = list(zip(wishes, uniforms.tolist(), strict=True))
+        choice = Choice.of(samplers)
+        draws = list(zip(samplers, uniforms.tolist(), strict=True))
         columns = columns_of(draws, choice, len(x))
         rows = Rows(*(self.machine.upload(column) for column in columns)) if columns else None
         return drawing(self.machine, x, choice, rows)

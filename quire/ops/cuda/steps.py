@@ -156,7 +156,7 @@ class Steps:
             pages = power_of_two(shape.pages, 32)
             size = shape.page_tokens, shape.page_bytes, shape.single, 0
             shapes.append((name, PageShape(n_tokens, seqs, pages, *size)))
-        choice = Choice.of(sampler_of(draw[0]).wish for draw in draws if draw is not None)
+        choice = Choice.of(sampler_of(draw[0]) for draw in draws if draw is not None)
         every_row = len(rows) == len(tokens)
         return Key(n_tokens, rounded(len(rows)), every_row, tuple(shapes), choice)
 
@@ -165,7 +165,6 @@ class Steps:
         groups: Mapping[str, Group], rows: Int32,
         draws: Sequence[tuple[Sampler, float] | None], sources: Int32 | None,
     ) -> list[NDArray[Any]]:  # fmt: skip
-        drawn = [None if d is None else (sampler_of(d[0]).wish, d[1]) for d in draws]
         wanted = np.zeros(key.rows, np.int32)
         wanted[: len(rows)] = rows
         ids, from_last = np.zeros((2, key.tokens), np.int32)
@@ -173,7 +172,7 @@ class Steps:
         from_last[: len(tokens)] = -1 if sources is None else sources
         from_last[len(tokens) :] = -1
         at = filled(positions, key.tokens)
-        columns = columns_of(drawn, key.choice, key.rows)
+        columns = columns_of(draws, key.choice, key.rows)
         columns += [wanted, ids, from_last, at]
         for name, shape in key.groups:
             view = groups[name].view
