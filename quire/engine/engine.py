@@ -162,7 +162,9 @@ class Engine(Sequences):
             if flight is not None:
                 flight.land(accepted)
             elif drafts is None:
-                self._meanwhile(plan)
+                self.prefix.remember(plan.entries)  # while the device computes
+                if drawn is not None:
+                    self._pay()
                 choose(plan.entries, logits, self.ops, self.n_vocab, accepted, drawn)
             else:
                 judge(plan, lease.tokens, logits, self.ops, self.n_vocab, accepted)
@@ -180,17 +182,8 @@ class Engine(Sequences):
                 drafts.settle(accepted)
             finally:
                 self._gain(accepted)
-                self.prefix.remember((a.sequence, a.kept, len(a.tokens)) for a in accepted)
+                self.prefix.remember_drafted(accepted)
         if flight is not None or drafts is not None or drawn is None:
-            self._pay()
-
-    def _meanwhile(self, plan: Plan) -> None:
-        """What can be done while a device computes: what was planned is settled."""
-        self.prefix.remember(
-            (entry.sequence, entry.count, int(entry.ends and entry.sequence.generation is not None))
-            for entry in plan.entries
-        )
-        if self.runner.steps is not None:
             self._pay()
 
     def _pay(self) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from quire.devices.budget import Budget
+from quire.engine.plan import Accepted, Entry
 from quire.engine.sequence import LOST, PARKED, Sequence
 from quire.memory.prefix.index import PrefixIndex
 
@@ -49,18 +50,26 @@ class PrefixCache:
         self.adopt(sequence)
         sequence.count_cached(cached, miss)  # it tells what was there when the request came
 
-    def remember(self, steps: Iterable[tuple[Sequence, int, int]]) -> None:
-        """Keeps the ends of prompts of a step.
+    def remember(self, entries: Iterable[Entry]) -> None:
+        """Keeps the ends of prompts that are in a step; memory has kept all of it."""
+        for entry in entries:
+            sequence = entry.sequence
+            chosen = entry.ends and sequence.generation is not None
+            if not (chosen and entry.count == 1 and sequence.computed > 1):  # no step of an answer
+                self._remember(sequence, chosen)
 
-        It is told of sequences, how many of their tokens memory has kept, and how many are chosen.
-        """
-        for sequence, kept, chosen in steps:
-            if not _can_share(sequence) or sequence.status is PARKED:
-                continue
-            if chosen and kept <= chosen and sequence.computed != kept:
-                continue  # somewhere in the middle of an answer
-            if chosen or self._is_place(sequence):
-                self._insert(sequence)
+    def remember_drafted(self, accepted: list[Accepted]) -> None:
+        """The same after a step with drafts."""
+        for one in accepted:
+            chosen = len(one.tokens)
+            if not chosen or one.kept > chosen or one.sequence.computed == one.kept:
+                self._remember(one.sequence, chosen > 0)
+
+    def _remember(self, sequence: Sequence, chosen: bool) -> None:
+        """Keeps what a sequence holds at the end of its prompt (`chosen`), or where it pays."""
+        here = _can_share(sequence) and sequence.status is not PARKED
+        if here and (chosen or self._is_place(sequence)):
+            self._insert(sequence)
 
     def _is_place(self, sequence: Sequence) -> bool:
         """Whether what a sequence holds now, of a prompt that is not at its end, is worth it."""
