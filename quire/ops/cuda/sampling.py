@@ -167,7 +167,7 @@ def drawing(
     if rows is None:  # what nobody asks for is not read
         rows = Rows(x, x, x, x, x)
     tops = x.amax(1) if choice.random else x
-    edges = _edges(machine, x, tops, choice, rows) if cut else rows.keys
+    edges = edges_of(machine, x, tops, choice, rows) if cut else rows.keys
     counts = machine.empty(n, n_blocks, dtype=torch.int32) if cut else winners
     if cut:
         cuts.at_edge[(n, n_blocks)](x, edges, counts, vocab, n_blocks, BLOCK=_BLOCK)
@@ -184,7 +184,7 @@ def drawing(
     return out
 
 
-def _edges(
+def edges_of(
     machine: Machine, x: torch.Tensor, tops: torch.Tensor, choice: Choice, rows: Rows
 ) -> torch.Tensor:
     """The last tokens that top_k and top_p leave in: their places, and how many are there."""
