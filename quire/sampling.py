@@ -159,7 +159,7 @@ class Sampling:
             raise RequestError(
                 f"unknown sampling field {', '.join(unknown)}; there are {', '.join(sorted(known))}"
             )
-        return dataclasses.replace(self, **fields)
+        return Sampling(**{**self.__dict__, **fields})
 
 
 _NUMBERS: Mapping[str, tuple[float, float]] = {

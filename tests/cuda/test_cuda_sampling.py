@@ -75,7 +75,7 @@ def test_draws_are_the_references(vocab: int) -> None:
         x = np.concatenate([x, hostile(vocab)])
     rng = np.random.default_rng(9)
     rows = np.repeat(np.arange(len(x), dtype=np.int32), 4 if GPU else 1)
-    for s in SETTINGS:
+    for s in SETTINGS[:: 1 if GPU else 3]:  # the interpreter takes its time
         u = rng.random(len(rows))
         u[::4], u[1::4] = 0.0, np.nextafter(1.0, 0.0)
         with np.errstate(invalid="ignore"):
