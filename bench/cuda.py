@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 import quire
 from quire import config
 from quire.api import llm as api
+from quire.ops.cuda.stage import DEPTH
 from quire.weights.file import WeightFile
 from quire.weights.quant import GGMLType
 from quire.weights.strings import StringArray
@@ -181,8 +182,12 @@ def passed_through(llm: quire.LLM, prompts: list[list[int]], points: int = 4) ->
     return sum(found) / len(found)
 
 
-def replayed(llm: quire.LLM, repeats: int = 20) -> float:
-    """Seconds of the step that ran last, by the GPU's own clock; its pages are still there."""
+def replayed(llm: quire.LLM, rounds: int = 5) -> float:
+    """Seconds of the step that ran last, by the GPU's own clock; its pages are still there.
+
+    Whole rounds of the slots that a graph reads, so that it goes on where it was.
+    """
+    repeats = rounds * DEPTH
     steps: Any = llm.engine.runner.steps
     graph = next(s.graph for s in reversed(steps._steps._known.values()) if s.graph)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -23,8 +22,7 @@ _TALLIED = 2048  # tokens of a block that are counted together
 _ALL = 2**31 - 1  # more tokens than there are
 
 
-@dataclass(frozen=True)
-class Wish:
+class Wish(NamedTuple):
     """What one generation wants of its samples; 0 turns top_k off."""
 
     temperature: float

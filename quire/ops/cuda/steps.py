@@ -1,8 +1,8 @@
 """Whole steps of a model as captured graphs, from token ids to the tokens that follow.
 
-    host     columns ──▶ pinned ──copy──▶ block of integers        ids ◀──copy── pinned
-    GPU      embed ─▶ layers ─▶ logits ─▶ race ─▶ ids ─────────────▲
-                ▲──────────────── the ids of the step before ──────┘
+    host     columns ──▶ pinned                                          pinned ──▶ ids
+    GPU      take ─▶ block ─▶ embed ─▶ layers ─▶ logits ─▶ race ─▶ ids ─▶ give
+                                ▲───────── the ids of the step before ◀──┘
 
 A step of one shape runs eagerly the first time, which compiles what it needs, is captured the
 second time and replayed from then on. Shapes are rounded up, so that there are few of them; what
@@ -12,6 +12,7 @@ they are asked for, and the next step may take its tokens from them on the devic
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from quire.ops.cuda.paged import Paged, PageShape, filled, page_columns, shape_o
 from quire.ops.cuda.recurrent import state_places
 from quire.ops.cuda.recurrent_rows import CudaStates, StateShape, state_columns, state_shape
 from quire.ops.cuda.sampling import Choice, Rows, columns_of, drawing, sampler_of
-from quire.ops.cuda.stage import Clock, Drawn, Stage
+from quire.ops.cuda.stage import Clock, Drawn, Events, Stage
 
 MOST_TOKENS = 512
 """Longer steps are not captured: there launches cost little beside the work."""
@@ -75,22 +76,22 @@ class Key(NamedTuple):
 
 
 class Captured:
-    """One shape of step: the block that it reads, its graph once there is one, what it makes."""
+    """One shape of step: what it reads, its graph once there is one, what it makes."""
 
-    def __init__(self, key: Key, device: torch.device) -> None:
+    def __init__(self, key: Key, machine: Machine) -> None:
         self.key = key
         drawn = [2 * key.rows] * 3 + [key.rows] * 2 if key.choice.random else []
         self.sizes = [*drawn, key.rows, *[key.tokens] * 3]
         for _, shape in key.groups:
             self.sizes += shape.sizes
-        self.block = torch.zeros(sum(self.sizes), dtype=torch.int32, device=device)
+        self.stage = Stage(machine, sum(self.sizes), key.rows)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.seen = 0
         self.logits: Array | None = None
 
     def columns(self) -> list[torch.Tensor]:
-        """The parts of the block."""
-        return list(torch.split(self.block, self.sizes))
+        """The parts of what it reads."""
+        return list(torch.split(self.stage.block, self.sizes))
 
 
 class Steps:
@@ -99,7 +100,7 @@ class Steps:
     def __init__(self, model: Layers, ops: Any) -> None:
         self._model, self._ops = model, ops
         self._machine: Machine = ops.machine
-        self._stage = Stage(self._machine)
+        self._events = Events(self._machine)
         self._known: OrderedDict[Key, Captured] = OrderedDict()
         self._last = torch.zeros(MOST_TOKENS, dtype=torch.int32, device=self._machine.device)
         self._pool: Any = None
@@ -121,20 +122,21 @@ class Steps:
             return None
         step = self._known.get(key)
         if step is None:
-            step = self._known[key] = Captured(key, self._machine.device)
+            step = self._known[key] = Captured(key, self._machine)
             while len(self._known) > _GRAPHS:
                 self._known.popitem(last=False)
         elif step is not self._latest:
             self._known.move_to_end(key)
         self._latest = step
         columns = self._columns(key, tokens, positions, seq_rows, groups, rows, draws, sources)
-        self._stage.put(columns, step.block)
+        self._events.wait()
+        step.stage.put(columns)
         end = None if self._machine.interpreted else self.clock.start(len(tokens))
         self._replay(step, groups)
         if end is not None:
             end.record()
         assert step.logits is not None
-        return step.logits, Drawn(self._last, len(rows), self._stage)
+        return step.logits, Drawn(step.stage.launched(len(rows)), self._events.record())
 
     def _key(
         self, tokens: Int32, positions: Int32, seq_rows: Int32, groups: Mapping[str, Group],
@@ -200,6 +202,7 @@ class Steps:
     def _body(self, step: Captured, groups: Mapping[str, Group]) -> None:
         """What a graph holds."""
         model, ops = self._model, self._ops
+        step.stage.take()
         columns = step.columns()
         chosen = Rows.of([columns.pop(0) for _ in range(5)]) if step.key.choice.random else None
         wanted, ids, sources, positions, *rest = columns
@@ -225,8 +228,9 @@ class Steps:
             x = ops.take_rows(x, OnDevice(wanted))
         step.logits = model.logits(x)
         drawing(self._machine, values_of(step.logits), step.key.choice, chosen, self._last)
+        step.stage.give(self._last)
 
 
 def rounded(n: int) -> int:
     """The next number of tokens that steps are captured for."""
-    return next(size for size in _STEPS if size >= n)
+    return _STEPS[bisect_left(_STEPS, n)]
