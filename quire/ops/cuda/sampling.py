@@ -18,7 +18,6 @@ from quire.ops.cuda.kernels import race as kernels
 from quire.ops.cuda.machine import Machine, need, power_of_two
 
 _BLOCK = 1024
-_TALLIED = 2048  # tokens of a block that are counted together
 _ALL = 2**31 - 1  # more tokens than there are
 
 
@@ -197,8 +196,8 @@ def edges_of(
         sums, states = found.view(-1).split([digits * n * 16, digits * n * 2])
         own = tops, rows.heat, rows.most, rows.shares, sums, states, edges
         for number in range(digits):
-            cuts.tally[(n, triton.cdiv(vocab, _TALLIED))](
-                x, *own, vocab, n, number, BY_WEIGHT=by_weight, SCALE=scale, BLOCK=_TALLIED
+            cuts.tally[(n, triton.cdiv(vocab, _BLOCK))](
+                x, *own, vocab, n, number, BY_WEIGHT=by_weight, SCALE=scale, BLOCK=_BLOCK
             )
         cuts.settle[(n,)](*own, n, DIGITS=digits, BY_WEIGHT=by_weight, SCALE=scale, num_warps=1)
     return edges

@@ -99,15 +99,21 @@ def tally(
     counts = (x > float("-inf")) & ((at >> (shift + 4)) == (first >> (shift + 4)))
     if BY_WEIGHT:
         counts &= at > edge
-    if tl.max(counts.to(tl.int32), 0) > 0:
+    many = tl.sum(counts.to(tl.int32), 0)
+    if many > 0:
         size = counts.to(tl.int64)
         if BY_WEIGHT:
             size *= _weight(x, tl.load(tops + row), tl.load(temperatures + row), SCALE)
-        digits = (at >> shift) & 15
-        for digit in tl.static_range(16):
-            found = tl.sum(tl.where(digits == digit, size, 0), 0)
-            if found > 0:
-                tl.atomic_add(sums + (number * n + row) * 16 + digit, found, sem="relaxed")
+        digits = ((at >> shift) & 15).to(tl.int32)
+        into = sums + (number * n + row) * 16
+        if many <= BLOCK // 32:  # few are sooner added one by one
+            tl.atomic_add(into + digits, size, mask=counts, sem="relaxed")
+        else:
+            low = tl.min(tl.where(counts, digits, 15), 0)
+            high = tl.max(tl.where(counts, digits, 0), 0)
+            for digit in range(low, high + 1):
+                found = tl.sum(tl.where(digits == digit, size, 0), 0)
+                tl.atomic_add(into + digit, found, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["n"])
