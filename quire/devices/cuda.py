@@ -195,6 +195,10 @@ class CudaSteps:
     def seconds_per_token(self) -> float:
         return float(self._steps.clock.seconds_per_token)
 
+    @property
+    def replayed(self) -> bool:
+        return self._steps.replayed
+
     def run(
         self, tokens: Int32, positions: Int32, seq_rows: Int32, views: Mapping[str, Any],
         rows: Int32, draws: Draws, sources: Int32 | None,

@@ -183,7 +183,10 @@ class Engine(Sequences):
             finally:
                 self._gain(accepted)
                 self.prefix.remember_drafted(accepted)
-        if flight is not None or drafts is not None or drawn is None:
+        if flight is not None:
+            if not (self.runner.steps and self.runner.steps.replayed):
+                self._pay()
+        elif drafts is not None or drawn is None:
             self._pay()
 
     def _pay(self) -> None:

@@ -156,7 +156,7 @@ class Sequences:
         """Tokens to come behind those that a sequence holds, checked."""
         try:
             prompt = np.array(tokens, np.int32)
-            wrong = len(prompt) > 0 and not (prompt.min() >= 0 and prompt.max() < self.n_vocab)
+            wrong = len(prompt) > 0 and prompt.view(np.uint32).max() >= self.n_vocab
         except OverflowError:
             wrong = True
         if wrong or held + len(tokens) > self.n_ctx:

@@ -141,8 +141,11 @@ class TableAppend(GroupAppend[Table]):
         if new.ahead is None:
             slots: Int32 = np.array(ends, np.int32)
         elif len(tables) == 1:
-            slot = growths[0][2] + new.ahead
-            slots = pages[0, slot // size] * size + slot % size
+            start, count = growths[0][2:4]
+            first = start // size
+            own = pages[0, first : tables[0].n_pages, None]
+            whole: Int32 = own * size + np.arange(size, dtype=np.int32)
+            slots = whole.reshape(-1)[start - first * size :][:count]
         else:
             starts = np.array([growth[2] for growth in growths], np.int32)
             slot = starts[new.rows] + new.ahead

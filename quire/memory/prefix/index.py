@@ -141,13 +141,15 @@ class PrefixIndex:
                 n = min(live.tokens.common(tokens), self.memory.seq_pos_max(live.seq) + 1)
                 if n >= least:  # an empty sequence, such as the one that asks, is none of these
                     running.append((n, live))
+        if not running:
+            return self._entries.matches(place, least)
         running.sort(key=lambda offer: -offer[0])
         # Of equals, entries come first: nobody appends to their last page, so it needs no copy.
         return merge(self._entries.matches(place, least), running, key=lambda offer: -offer[0])
 
     def _reason(self, place: bytes, matched: int) -> str:
         """Why nothing that is worth it matches a place."""
-        if self._keys.first_page(place) in self._evicted:
+        if self._evicted and self._keys.first_page(place) in self._evicted:
             return "evicted"
         elsewhere = self._keys.first_page(place, any_salt=True) in self._pages
         if elsewhere and matched < self.page_tokens:

@@ -15,6 +15,7 @@ from quire.ops.cuda.kernels import rows as kernels
 from quire.ops.cuda.machine import Machine, power_of_two
 
 _PROMPT = 32  # tokens of a step that tell how fast prompts are
+_EVERY = 8  # one of so many is measured
 
 
 DEPTH = 4
@@ -63,6 +64,7 @@ class Clock:
         self.seconds_per_token = 0.0
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self._under_way = 0  # tokens of the step that is measured
+        self._left_out = 0  # prompts since one was measured
 
     def start(self, n_tokens: int) -> torch.cuda.Event | None:
         """Before a step; what tells when it ends, where it is to be measured."""
@@ -73,8 +75,10 @@ class Clock:
             now = begin.elapsed_time(end) / 1e3 / self._under_way
             self.seconds_per_token = (self.seconds_per_token or now) * 0.7 + now * 0.3
             self._under_way = 0
-        if n_tokens < _PROMPT:
+        self._left_out += n_tokens >= _PROMPT
+        if n_tokens < _PROMPT or 1 < self._left_out <= _EVERY:
             return None
+        self._left_out = 1
         if self._events is None:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             self._events = begin, end

@@ -106,6 +106,8 @@ class Steps:
         self._pool: Any = None
         self._latest: Captured | None = None
         self.clock = Clock()
+        self.replayed = False
+        """Whether the last step was the replay of a graph."""
 
     def run(
         self, tokens: Int32, positions: Int32, seq_rows: Int32, groups: Mapping[str, Group],
@@ -186,6 +188,7 @@ class Steps:
 
     def _replay(self, step: Captured, groups: Mapping[str, Group]) -> None:
         step.seen += 1
+        self.replayed = step.graph is not None
         if step.graph is not None:
             step.graph.replay()
             return
