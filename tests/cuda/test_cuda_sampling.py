@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from quire.ops import Refused
-from quire.ops.cuda import sampling as cuts
+from quire.ops.cuda import drawing as cuts
 from quire.ops.cuda.arrays import values_of
 from quire.ops.reference import sampling as plain
 from quire.ops.reference.sampling import Sampling

@@ -143,8 +143,8 @@ class TableAppend(GroupAppend[Table]):
         elif len(tables) == 1:
             start, count = growths[0][2:4]
             first = start // size
-            own = pages[0, first : tables[0].n_pages, None]
-            whole: Int32 = own * size + np.arange(size, dtype=np.int32)
+            own = pages[0, first : tables[0].n_pages].reshape(-1, 1)
+            whole: Int32 = np.add(own * size, np.arange(size, dtype=np.int32))
             slots = whole.reshape(-1)[start - first * size :][:count]
         else:
             starts = np.array([growth[2] for growth in growths], np.int32)

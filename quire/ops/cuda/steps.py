@@ -25,12 +25,12 @@ from numpy.typing import NDArray
 from quire.ops import Array, Int32, Sampler
 from quire.ops.batch import Batch, GroupPages
 from quire.ops.cuda.arrays import values_of
+from quire.ops.cuda.drawing import Choice, Rows, columns_of, drawing, sampler_of
 from quire.ops.cuda.kernels import rows as kernels
 from quire.ops.cuda.machine import Machine, OnDevice, power_of_two
 from quire.ops.cuda.paged import Paged, PageShape, filled, page_columns, shape_of
 from quire.ops.cuda.recurrent import state_places
 from quire.ops.cuda.recurrent_rows import CudaStates, StateShape, state_columns, state_shape
-from quire.ops.cuda.sampling import Choice, Rows, columns_of, drawing, sampler_of
 from quire.ops.cuda.stage import Clock, Drawn, Events, Stage
 
 MOST_TOKENS = 512
