@@ -58,10 +58,12 @@ class World:
 
     def whole(
         self, tokens: dict[int, list[int]], rows: list[int], sources: list[int] | None = None,
-        temperature: float = 0.0,
+        how: tuple[float, int, float] = (0.0, 0, 1.0),
     ) -> tuple[Any, Any]:  # fmt: skip
-        """The same by a whole step, and the tokens that follow."""
+        """The same by a whole step, and the tokens that follow, as if they were chosen after it."""
         ops: Any = self.device.ops
+        samplers = [ops.sampler(*how) for _ in rows]
+        uniforms = 0.1 * (1 + np.arange(len(rows)))
         with self.lease(tokens) as lease:
             groups = {}
             for name, view in lease.views.items():
@@ -69,13 +71,16 @@ class World:
                 groups[name] = steps.Group(view, bound.bases, bound.layout.by_layer)
             found = self.steps.run(
                 lease.tokens, lease.positions, lease.seq_rows, groups, np.array(rows, np.int32),
-                [(ops.sampler(temperature), 0.1 * (i + 1)) for i in range(len(rows))],
+                list(zip(samplers, uniforms.tolist(), strict=True)),
                 None if sources is None else np.array(sources, np.int32),
             )  # fmt: skip
             assert found is not None
             logits, drawn = found
             lease.commit({seq: len(ids) for seq, ids in tokens.items()})
-            return ops.numpy(logits)[: len(rows)].copy(), drawn.read()
+            ids = drawn.read()
+            after = ops.sample(logits, np.arange(len(rows), dtype=np.int32), samplers, uniforms)
+            assert ids.tolist() == after.tolist()
+            return ops.numpy(logits)[: len(rows)].copy(), ids
 
     def lease(self, tokens: dict[int, list[int]]) -> Any:
         """Room for a step."""
@@ -83,17 +88,17 @@ class World:
         return self.memory.reserve(entries)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_whole_steps_are_plain_ones(tmp_path: Path, temperature: float) -> None:
+@pytest.mark.parametrize("how", [(0.0, 0, 1.0), (0.8, 0, 1.0), (0.8, 9, 0.9)])
+def test_whole_steps_are_plain_ones(tmp_path: Path, how: tuple[float, int, float]) -> None:
     path = tmp_path / "tiny.gguf"
     tiny.write(path, tiny.Tiny(context=128))
     want, got = World(path), World(path)
     prompts = {seq: [3 + seq + i for i in range(n)] for seq, n in PROMPTS.items()}
     plain = want.plain(prompts)
     last = (np.cumsum(list(PROMPTS.values())) - 1).tolist()
-    logits, ids = got.whole(prompts, last, temperature=temperature)
+    logits, ids = got.whole(prompts, last, how=how)
     same_bits(logits, plain[last])
-    if temperature == 0:
+    if how[0] == 0:
         assert ids.tolist() == plain[last].argmax(-1).tolist()
     # Three steps, each with the tokens that the one before chose; one sequence drops out.
     going = list(PROMPTS)
@@ -103,7 +108,7 @@ def test_whole_steps_are_plain_ones(tmp_path: Path, temperature: float) -> None:
         plain = want.plain(known)
         unread = {seq: [0] for seq in going}
         rows = list(range(len(going)))
-        logits, ids = got.whole(unread, rows, sources, temperature)
+        logits, ids = got.whole(unread, rows, sources, how)
         same_bits(logits, plain)
         sources = list(range(len(going)))
         if round == 0:
