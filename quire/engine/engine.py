@@ -212,6 +212,7 @@ class Engine(Sequences):
             if one.finish_reason or one.error or not (sequence.pending or sequence.generation):
                 self.stop(sequence)
             if one.error:
+                self.prefix.distrust(sequence)
                 sequence.fail()
             if tokens or one.error:
                 output = StepOutput(

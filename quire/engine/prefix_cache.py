@@ -71,6 +71,10 @@ class PrefixCache:
         if here and (chosen or self._is_place(sequence)):
             self._insert(sequence)
 
+    def distrust(self, sequence: Sequence) -> None:
+        """What a sequence holds led to an error: nobody is to begin with it."""
+        self.index.drop(sequence.tokens.array(0, sequence.computed), sequence.salt)
+
     def _is_place(self, sequence: Sequence) -> bool:
         """Whether what a sequence holds now, of a prompt that is not at its end, is worth it."""
         if sequence.computed == sequence.branch_at:

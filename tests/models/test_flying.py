@@ -229,6 +229,19 @@ def test_a_row_without_numbers_ends_its_request_alone(
         llm.memory.audit()
 
 
+def test_a_prompt_without_numbers_is_nobodys_beginning(
+    dense: Path, flying: list[HostSteps], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with quire.load(dense, threads=1) as llm:
+        with monkeypatch.context() as broken:
+            broken.setattr(HostSteps, "_drawn", lambda *_: -2)
+            with pytest.raises(ModelError, match="not numbers"):
+                llm.generate(PROMPTS[1], max_tokens=3)
+        again = llm.generate(PROMPTS[1], max_tokens=3)
+        assert again.cached_tokens == 0
+        assert llm.generate(PROMPTS[1], max_tokens=3).cached_tokens == len(PROMPTS[1]) - 1
+
+
 def test_an_edited_session_goes_on_after_a_stop(tmp_path: Path, flying: list[HostSteps]) -> None:
     """Its last token could not be taken back, if that were in memory already."""
     path = session_kinds.write("window", tmp_path)

@@ -99,7 +99,11 @@ class PagePool:
         first, end = int(ids[0]), int(ids[-1]) + 1
         at = slice(first, end) if end - first == n else ids  # a slice is taken much faster
         if self.commitment.backed.count(1, first, end) < n or not isinstance(at, slice):
-            self._back(ids)
+            try:
+                self._back(ids)
+            except BudgetError:
+                self.budget.reclaim()
+                self._back(ids)
         self._live_array[at] = 1
         self.refs[at] = 1
         self.frozen[at] = 0
@@ -126,12 +130,7 @@ class PagePool:
     def _back(self, ids: Int32) -> None:
         """Pays for those of these pages that are not backed."""
         fresh = self.commitment.unbacked(ids)
-        try:
-            self.commitment.back(fresh)
-        except BudgetError:
-            self.budget.reclaim()
-            fresh = self.commitment.unbacked(ids)
-            self.commitment.back(fresh)
+        self.commitment.back(fresh)
         if self._poison:
             self.bytes.fill(fresh, POISON)
 

@@ -286,6 +286,11 @@ class PrefixIndex:
             self._drop(entry)
         self._evicted = {k: r for k, r in self._evicted.items() if root not in (None, r)}
 
+    def drop(self, tokens: Sequence[int] | Int32, salt: str = "") -> None:
+        """Drops the entry of exactly these tokens, if there is one."""
+        if entry := self._entries.find(make_place(self._keys.root(salt), tokens)):
+            self._drop(entry)
+
     def close(self) -> None:
         """Gives everything back."""
         self.forget()
