@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from quire.devices.budget import Budget
 from quire.devices.device import Device
@@ -15,6 +16,7 @@ from quire.memory.batch import SeqTokens
 from quire.memory.build import build_memory
 from quire.models.registry import open_weights
 from quire.ops.cuda import steps
+from quire.ops.cuda.stage import DEPTH, Drawn, Stage
 from quire.placement.blueprint import Blueprint
 from tests import tiny
 from tests.cuda.sides import GPU, cuda, same_bits
@@ -113,3 +115,24 @@ def test_whole_steps_are_plain_ones(tmp_path: Path, how: tuple[float, int, float
         sources = list(range(len(going)))
         if round == 0:
             going, sources = going[1:], sources[1:]
+
+
+def test_what_passes_to_and_from_steps_is_each_ones_own() -> None:
+    """More launches than there are slots, each read after the next one was launched."""
+    machine: Any = cuda().machine
+    stage = Stage(machine, 1500, 7)
+    last = torch.zeros(64, dtype=torch.int32, device=machine.device)
+    late = None
+    for turn in range(2 * DEPTH + 1):
+        columns = [np.arange(1000, dtype=np.int32) + turn, np.full((5, 50), turn, np.int64)]
+        stage.put(columns)
+        stage.take()
+        last.copy_(stage.block[turn : turn + 64])
+        stage.give(last)
+        found = Drawn(stage.launched(5), None)
+        if GPU:
+            torch.cuda.synchronize()
+        assert stage.block.cpu().numpy()[1000:].view(np.int64).tolist() == [turn] * 250
+        if late is not None:
+            assert late.read().tolist() == [2 * (turn - 1) + i for i in range(5)]
+        late = found
