@@ -2,8 +2,8 @@
 
     python bench/cuda.py [4B-BF16 4B-Q8_0 4B-Q4_K_M 0.6B-BF16 …]
 
-Each case is tokens per second of `llm.generate`, Python included. `kernels` is the same step as
-the GPU alone takes it (its captured graph, replayed), and `unhidden` what a step takes longer:
+Each case is tokens per second of `llm.generate`, Python included. `kernels` are the same steps as
+the GPU alone takes them (their captured graphs, replayed), and `unhidden` what a step takes longer:
 Python that the GPU does not hide. Weights are made up in memory; all else is what users run.
 Ends with one line of JSON.
 """
@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 import quire
 from quire import config
 from quire.api import llm as api
+from quire.ops.cuda.stage import DEPTH
 from quire.weights.file import WeightFile
 from quire.weights.quant import GGMLType
 from quire.weights.strings import StringArray
@@ -158,24 +159,35 @@ def decode(llm: quire.LLM, n: int, context: int, rounds: int = 3) -> dict[str, A
     run(MANY)
     seconds = sorted((timed(lambda: run(MANY)) - timed(lambda: run(FEW))) for _ in range(rounds))
     step = seconds[rounds // 2] / (MANY - FEW)
-    streams = [
-        llm.stream(p + p[: (FEW + MANY) // 2], max_tokens=MANY, ignore_eos=True) for p in prompts
-    ]
-    for stream in streams:
-        next(stream)
-    for _ in range(4):
-        next(streams[0])  # prompts are behind them all: the last step decodes
-    alone = replayed(llm)
-    for stream in streams:
-        stream.close()
+    alone = passed_through(llm, prompts)
     return {
         "sequences": n, "context": context, "tokens/s": round(n / step),
         "kernels tokens/s": round(n / alone), "unhidden us": round(1e6 * (step - alone), 1),
     }  # fmt: skip
 
 
-def replayed(llm: quire.LLM, repeats: int = 20) -> float:
-    """Seconds of the step that ran last, by the GPU's own clock; its pages are still there."""
+def passed_through(llm: quire.LLM, prompts: list[list[int]], points: int = 4) -> float:
+    """Seconds of the GPU alone: the mean over the steps that were timed, at some points of them."""
+    streams = [llm.stream(p, max_tokens=MANY + 8, ignore_eos=True) for p in prompts]
+    for stream in streams:
+        next(stream)
+    apart = (MANY - FEW) // points
+    found = []
+    for at in range(1, MANY):
+        next(streams[0])  # a step for all of them
+        if at >= FEW and (at - FEW) % apart == apart // 2:
+            found.append(replayed(llm))
+    for stream in streams:
+        stream.close()
+    return sum(found) / len(found)
+
+
+def replayed(llm: quire.LLM, rounds: int = 5) -> float:
+    """Seconds of the step that ran last, by the GPU's own clock; its pages are still there.
+
+    Whole rounds of the slots that a graph reads, so that it goes on where it was.
+    """
+    repeats = rounds * DEPTH
     steps: Any = llm.engine.runner.steps
     graph = next(s.graph for s in reversed(steps._steps._known.values()) if s.graph)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -196,9 +208,14 @@ def prompt(llm: quire.LLM, tokens: int = 512, rounds: int = 9) -> dict[str, Any]
         ids = rng.integers(1, VOCAB, tokens).tolist()
         return timed(lambda: llm.generate(ids, max_tokens=1))
 
-    found = sorted(run() for _ in range(rounds + 3))
-    seconds = found[rounds // 2]
-    return {"prompt": tokens, "tokens/s": round(tokens / seconds), "ms": round(1e3 * seconds, 2)}
+    for _ in range(3):
+        run()  # compiles and captures
+    seconds = sorted(run() for _ in range(rounds))[rounds // 2]
+    alone = replayed(llm)
+    return {
+        "prompt": tokens, "tokens/s": round(tokens / seconds), "ms": round(1e3 * seconds, 2),
+        "kernels ms": round(1e3 * alone, 2),
+    }  # fmt: skip
 
 
 Case = tuple[str, int, int]

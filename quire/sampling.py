@@ -99,10 +99,13 @@ class Sampling:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        fields = self.__dict__
         for name, (low, high) in _NUMBERS.items():
-            _check(name, getattr(self, name), low, high)
+            value = fields[name]
+            if type(value) is not float or not low <= value <= high:  # else all is well
+                _check(name, value, low, high)
         for name, (least, most) in _WHOLE.items():
-            _check_int(name, getattr(self, name), least, most)
+            _check_int(name, fields[name], least, most)
         for name in ("top_p", "typical_p"):
             if getattr(self, name) == 0.0:
                 raise RequestError(
@@ -150,13 +153,13 @@ class Sampling:
 
     def replace(self, **fields: Any) -> Sampling:
         """This sampling with other values; unknown names are refused."""
-        known = {f.name for f in dataclasses.fields(self)}
-        unknown = sorted(set(fields) - known)
+        known = self.__dataclass_fields__
+        unknown = sorted(fields.keys() - known)
         if unknown:
             raise RequestError(
                 f"unknown sampling field {', '.join(unknown)}; there are {', '.join(sorted(known))}"
             )
-        return dataclasses.replace(self, **fields)
+        return Sampling(**{**self.__dict__, **fields})
 
 
 _NUMBERS: Mapping[str, tuple[float, float]] = {

@@ -33,6 +33,7 @@ class HostSteps:
     """Whole steps on the host."""
 
     seconds_per_token = 0.0
+    replayed = False
 
     def __init__(self, device: HostDevice, model: Any) -> None:
         self._device, self._model, self._ops = device, model, device.ops

@@ -11,6 +11,8 @@ from typing import Any
 from quire.errors import RequestError
 from quire.types import Constraint, Grammar, Json, Regex, Sampling, SamplingFields
 
+_USUAL = Sampling()
+
 
 def check_salt(salt: str) -> str:
     """A tenant's salt, if it is one."""
@@ -22,7 +24,7 @@ def check_salt(salt: str) -> str:
 def sampling_of(sampling: Sampling | None, fields: SamplingFields) -> Sampling:
     """How tokens are chosen: as configured, with these fields instead."""
     if sampling is None:
-        sampling = Sampling()
+        sampling = _USUAL
     if not isinstance(sampling, Sampling):
         raise RequestError(f"sampling is a quire.Sampling, not {sampling!r:.80}")
     return sampling.replace(**fields)

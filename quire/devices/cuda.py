@@ -24,6 +24,7 @@ from quire.ops import Array, Drawn, Ops
 
 GRANULE = 32 << 20
 """Bytes of a slab: a call to the driver costs the same for 2 MiB and for 64."""
+_AHEAD = 4  # slabs that are mapped before they are needed: while the GPU computes
 _STAGE = 32 << 20  # bytes on their way between host and GPU
 
 
@@ -169,6 +170,7 @@ class CudaDevice(Device):
     ) -> None:  # fmt: skip
         self.machine = CudaMachine(index, granule)
         self.granularity = self.machine.granule
+        self.ahead = _AHEAD * self.granularity
         self.capacity = self.machine.driver.free_bytes()[1]
         self.copier = self.machine.copier
         super().__init__(f"cuda:{index}", budget, ops or _ops(index, exact_batches))
@@ -192,6 +194,10 @@ class CudaSteps:
     @property
     def seconds_per_token(self) -> float:
         return float(self._steps.clock.seconds_per_token)
+
+    @property
+    def replayed(self) -> bool:
+        return self._steps.replayed
 
     def run(
         self, tokens: Int32, positions: Int32, seq_rows: Int32, views: Mapping[str, Any],

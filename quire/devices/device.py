@@ -162,6 +162,10 @@ class Steps(Protocol):
     def seconds_per_token(self) -> float:
         """Of prompts so far; 0 before there was one."""
 
+    @property
+    def replayed(self) -> bool:
+        """Whether the last step was like one before, so that its arrays took no more memory."""
+
     def run(
         self, tokens: Int32, positions: Int32, seq_rows: Int32, views: Mapping[str, Any],
         rows: Int32, draws: Draws, sources: Int32 | None,
@@ -180,6 +184,8 @@ class Device(ABC):
     """Bytes of a granule: what is handed out and taken back."""
     capacity: int
     """Bytes it has in all, whoever holds them."""
+    ahead = 0
+    """Bytes of pages that are taken before they are needed, where taking them is slow."""
     copier: Copier | None = None
     """What copies its pages by itself, if it has memory of its own."""
 

@@ -45,6 +45,8 @@ class OnDevice:
 
     def pay(self) -> bool:
         more = self.ops.compute_bytes - self.paid
+        if more > self._budget.free:
+            self._budget.reclaim()
         try:
             self._budget.reserve(max(more, 0), "compute")
         except BudgetError:

@@ -8,8 +8,6 @@ from contextlib import suppress
 from time import perf_counter
 from typing import NamedTuple
 
-import numpy as np
-
 from quire.devices.budget import Budget
 from quire.engine.choose import choose, choose_first
 from quire.engine.constrain import Constrainer, Matcher
@@ -149,6 +147,8 @@ class Engine(Sequences):
         except BaseException:
             _undo(lease, drafts)
             raise
+        if drawn is not None:
+            self.memory.back_ahead()  # while the device computes
         flight = Flight.of(plan, drawn) if drawn is not None and drafts is None else None
         return Launched(plan, lease, logits, drawn, drafts, flight)
 
@@ -162,6 +162,9 @@ class Engine(Sequences):
             if flight is not None:
                 flight.land(accepted)
             elif drafts is None:
+                self.prefix.remember(plan.entries)  # while the device computes
+                if drawn is not None:
+                    self._pay()
                 choose(plan.entries, logits, self.ops, self.n_vocab, accepted, drawn)
             else:
                 judge(plan, lease.tokens, logits, self.ops, self.n_vocab, accepted)
@@ -179,6 +182,15 @@ class Engine(Sequences):
                 drafts.settle(accepted)
             finally:
                 self._gain(accepted)
+                self.prefix.remember_drafted(accepted)
+        if flight is not None:
+            if not (self.runner.steps and self.runner.steps.replayed):
+                self._pay()
+        elif drafts is not None or drawn is None:
+            self._pay()
+
+    def _pay(self) -> None:
+        """Pays for the arrays that devices have taken since."""
         for held in self.compute.each:
             if held.ops.compute_bytes != held.paid:
                 self.compute.pay(self.room)
@@ -200,13 +212,13 @@ class Engine(Sequences):
             if one.finish_reason or one.error or not (sequence.pending or sequence.generation):
                 self.stop(sequence)
             if one.error:
+                self.prefix.distrust(sequence)
                 sequence.fail()
             if tokens or one.error:
                 output = StepOutput(
                     sequence.id, tuple(tokens), tuple(one.logprobs), one.finish_reason, one.error
                 )
                 self._outputs.append(output)
-        self.prefix.remember(accepted)
 
     def _recover(self, launched: Launched, accepted: list[Accepted]) -> None:
         """A step broke off after its layers had run: what was chosen counts, nothing else does.
@@ -262,7 +274,7 @@ class Engine(Sequences):
         """
         self.check_open()
         check_whole(sequence)
-        self.check_tokens(sequence.length, request.tokens)
+        prompt = self.prompt_of(sequence.length, request.tokens)
         self._check_bias(request)
         n_tokens = sequence.length + len(request.tokens)
         if not n_tokens:
@@ -271,8 +283,9 @@ class Engine(Sequences):
             raise self.too_long(n_tokens)
         sampling = request.sampling
         sampler = make_sampler(self.ops, sampling, self.constrainer.tokens_with)
-        prompt = np.array(request.tokens, np.int32)
-        sampler.observe_prompt(np.concatenate([sequence.tokens.array(), prompt]))
+        if sequence.length:
+            sampler.observe_prompt(sequence.tokens.array())
+        sampler.observe_prompt(prompt)
         rules = StopRules(self.end_ids, min(sampling.max_tokens, self.n_ctx - n_tokens), text)
         drafter = request.speculate.start(self, sequence) if request.speculate else None
         generation = Generation(sampling, sampler, matcher, rules, drafter)

@@ -76,11 +76,15 @@ def make_sampler(ops: Ops, sampling: Sampling, tokens_with: TokensWith) -> Any:
         breakers = sampling.dry_sequence_breakers if sampling.dry_multiplier > 0 else ()
         return HostSampler(sampling, ops.sampler(sampling.temperature), tokens_with(breakers))
     bias = sampling.logit_bias
+    named: tuple[Any, ...] = ()
+    if bias:
+        named = (
+            np.fromiter(bias.keys(), np.int32, len(bias)),
+            np.fromiter(bias.values(), np.float32, len(bias)),
+        )
     return ops.sampler(
         sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p,
-        sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty,
-        np.fromiter(bias.keys(), np.int32, len(bias)),
-        np.fromiter(bias.values(), np.float32, len(bias)),
+        sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty, *named,
     )  # fmt: skip
 
 
@@ -100,6 +104,9 @@ class Generation:
         self.random = sampling.temperature > 0
         self.on_host = sampling.on_host
         self.hidden = frozenset() if sampling.ignore_eos else rules.ids  # tokens without text
+        wants_more = drafter is not None or sampling.logprobs is not None or sampling.logit_bias
+        self.plain = not (wants_more or self.looks_back)
+        """Whether a device chooses its tokens by itself: by their logits and chance alone."""
         self._watched = rules.text if rules.text and rules.text.watch else None
         seed = sampling.seed
         self._seed = int.from_bytes(os.urandom(8)) if seed is None else seed
@@ -116,18 +123,11 @@ class Generation:
         penalties = (s.repetition_penalty != 1, s.presence_penalty != 0, s.frequency_penalty != 0)
         return self.matcher is not None or self.on_host or any(penalties)
 
-    @property
-    def plain(self) -> bool:
-        """Whether a device chooses its tokens by itself: by their logits and chance alone."""
-        s = self.sampling
-        cut = s.temperature > 0 and (s.top_k > 0 or s.top_p < 1)
-        wants_more = self.drafter is not None or s.logprobs is not None or bool(s.logit_bias)
-        return not (cut or wants_more or self.looks_back)
-
     def take(self, token: int) -> FinishReason | None:
         """One more token; says whether it is the last one, and why."""
         self.token_ids.append(token)
-        self.sampler.observe(np.array([token], np.int32))
+        if not self.plain:  # else nothing depends on it
+            self.sampler.observe(np.array([token], np.int32))
         if self.matcher and token not in self.rules.ids:
             self.matcher.consume(token)
             if self.matcher.finished:

@@ -80,7 +80,8 @@ class Job(Work):
         self.last = time.perf_counter()
         if not self.token_ids:
             self.first = self.last
-            self._look()
+            if not output.finish_reason:  # else it is looked at below
+                self._look()
         self.logprobs.extend(output.logprobs)
         self.token_ids.extend(output.token_ids)
         self.transcript.read(self.token_ids, self._hidden)

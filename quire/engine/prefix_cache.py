@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from quire.devices.budget import Budget
-from quire.engine.plan import Accepted
+from quire.engine.plan import Accepted, Entry
 from quire.engine.sequence import LOST, PARKED, Sequence
 from quire.memory.prefix.index import PrefixIndex
 
@@ -50,16 +50,30 @@ class PrefixCache:
         self.adopt(sequence)
         sequence.count_cached(cached, miss)  # it tells what was there when the request came
 
-    def remember(self, accepted: list[Accepted]) -> None:
-        """Follows a step: running sequences grow, and the ends of prompts are kept."""
+    def remember(self, entries: Iterable[Entry]) -> None:
+        """Keeps the ends of prompts that are in a step; memory has kept all of it."""
+        for entry in entries:
+            sequence = entry.sequence
+            chosen = entry.ends and sequence.generation is not None
+            if not (chosen and entry.count == 1 and sequence.computed > 1):  # no step of an answer
+                self._remember(sequence, chosen)
+
+    def remember_drafted(self, accepted: list[Accepted]) -> None:
+        """The same after a step with drafts."""
         for one in accepted:
-            sequence, tokens = one.sequence, one.tokens
-            if not _can_share(sequence) or sequence.status is PARKED:
-                continue
-            if tokens and one.kept <= len(tokens) and sequence.computed != one.kept:
-                continue  # somewhere in the middle of an answer
-            if tokens or self._is_place(sequence):
-                self._insert(sequence)
+            chosen = len(one.tokens)
+            if not chosen or one.kept > chosen or one.sequence.computed == one.kept:
+                self._remember(one.sequence, chosen > 0)
+
+    def _remember(self, sequence: Sequence, chosen: bool) -> None:
+        """Keeps what a sequence holds at the end of its prompt (`chosen`), or where it pays."""
+        here = _can_share(sequence) and sequence.status is not PARKED
+        if here and (chosen or self._is_place(sequence)):
+            self._insert(sequence)
+
+    def distrust(self, sequence: Sequence) -> None:
+        """What a sequence holds led to an error: nobody is to begin with it."""
+        self.index.drop(sequence.tokens.array(0, sequence.computed), sequence.salt)
 
     def _is_place(self, sequence: Sequence) -> bool:
         """Whether what a sequence holds now, of a prompt that is not at its end, is worth it."""
@@ -97,8 +111,9 @@ class PrefixCache:
         first = sequence.tokens.array(0, max(sequence.length - 1, 0))
         n = len(first)
         computed = self.index.adopt(sequence.id, first, sequence.salt) if n else 0
-        known = self.index.known(first, sequence.salt) if computed < n else 0
-        sequence.adopt(computed, known if known > computed else None)
+        known = self.index.matched if n else 0
+        branches = known >= self.index.min_tokens and known > computed
+        sequence.adopt(computed, known if branches else None)
         sequence.count_cached(computed, self.index.missed if n else "new")
         self.track(sequence)
 

@@ -152,6 +152,17 @@ class Sequences:
         self.compute.pay(self.room)
         return logits
 
+    def prompt_of(self, held: int, tokens: Seq[int]) -> Int32:
+        """Tokens to come behind those that a sequence holds, checked."""
+        try:
+            prompt = np.array(tokens, np.int32)
+            wrong = len(prompt) > 0 and prompt.view(np.uint32).max() >= self.n_vocab
+        except OverflowError:
+            wrong = True
+        if wrong or held + len(tokens) > self.n_ctx:
+            self.check_tokens(held, tokens)  # says what is wrong
+        return prompt
+
     def check_tokens(self, held: int, tokens: Seq[int] | Int32) -> None:
         """Refuses tokens that are none, or do not fit behind those that a sequence holds."""
         n_vocab = self.n_vocab

@@ -135,6 +135,12 @@ class Books:
         """Room for one step, or PagesError/BudgetError and nothing changed."""
         return Lease(self, entries)
 
+    def back_ahead(self) -> None:
+        """Takes memory that steps to come are likely to want, where that is slow."""
+        for pool in self.pools:
+            if pool.device.ahead:
+                pool.back_ahead()
+
     # -- leases and contexts ------------------------------------------------------------------
 
     def begin(

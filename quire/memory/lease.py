@@ -181,6 +181,9 @@ def new_tokens(entries: Sequence[SeqTokens], starts: Sequence[int]) -> NewTokens
     rows = np.arange(n, dtype=np.int32)
     if len(tokens) == n:  # one token each: the step that matters most
         return NewTokens(tokens, positions, rows, None)
+    if n == 1:
+        ahead = np.arange(len(tokens), dtype=np.int32)
+        return NewTokens(tokens, starts[0] + ahead, np.zeros(len(tokens), np.int32), ahead)
     counts = np.array([len(e.tokens) for e in entries], np.int32)
     rows = np.repeat(rows, counts)
     ahead = np.arange(len(rows), dtype=np.int32) - (counts.cumsum(dtype=np.int32) - counts)[rows]

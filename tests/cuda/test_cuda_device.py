@@ -8,11 +8,16 @@ import sys
 import numpy as np
 import pytest
 
+from quire.config import LoadConfig
 from quire.devices.budget import Budget
 from quire.devices.cuda import CudaDevice, free_bytes, gpu_count
-from quire.errors import RequestError
+from quire.errors import OutOfMemory, RequestError
+from quire.memory.batch import SeqTokens
+from quire.memory.build import build_memory
+from quire.memory.groups.layout import GroupSpec
 from tests.cuda.sides import GPU, cuda
 
+MIB = 1 << 20
 GRANULE = 2 << 20
 SLACK = 4 << 20  # what the driver takes for a kernel it loads meanwhile
 
@@ -70,6 +75,48 @@ def test_what_cannot_be_had_changes_nothing() -> None:
     with pytest.raises(MemoryError):
         device.backing("all", 1 << 20, 1 << 18, False)
     assert abs(before - free()) < 64 << 20
+
+
+@pytest.mark.gpu
+def test_mapped_bytes_follow_a_burst_up_and_down_within_the_budget() -> None:
+    budget = Budget(1 << 30)
+    device = CudaDevice(budget, cuda(), granule=GRANULE)
+    before = free()  # pages are 1.5 MiB: they share granules
+    spec = GroupSpec("kv", "attention", tuple(range(24)), 8, 128, 128)
+    memory = build_memory([spec], device, LoadConfig(), {}, n_ctx=16_384)
+
+    def mapped() -> int:
+        """Bytes that the driver has given, which are those that the budget was told of."""
+        found = before - free()
+        assert abs(found - budget.used) <= SLACK and budget.used <= budget.limit
+        memory.audit()
+        return found
+
+    def grown(seq: int, tokens: int) -> None:
+        with memory.reserve([SeqTokens(seq, np.zeros(tokens, np.int32))]) as lease:
+            lease.commit({seq: tokens})
+        memory.back_ahead()
+
+    first = memory.seq_new()
+    grown(first, 64)
+    start = mapped()
+    assert start <= 4 * 1.5 * MIB + device.ahead + 2 * GRANULE
+    burst = []
+    with pytest.raises(OutOfMemory):
+        while True:
+            burst.append(memory.seq_new())
+            grown(burst[-1], 600)
+            mapped()
+    assert mapped() > budget.limit - 100 * MIB and len(burst) > 10
+    memory.checkpoint_save(burst[0], "kept")
+    for seq in burst:
+        memory.seq_free(seq)
+    assert mapped() <= start + 60 * MIB  # what the checkpoint holds
+    memory.checkpoint_delete("kept")
+    assert mapped() <= start + SLACK
+    memory.seq_free(first)
+    assert mapped() <= SLACK
+    memory.close()
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from quire.devices.budget import Budget
 from quire.devices.device import Device
@@ -15,6 +16,7 @@ from quire.memory.batch import SeqTokens
 from quire.memory.build import build_memory
 from quire.models.registry import open_weights
 from quire.ops.cuda import steps
+from quire.ops.cuda.stage import DEPTH, Drawn, Stage
 from quire.placement.blueprint import Blueprint
 from tests import tiny
 from tests.cuda.sides import GPU, cuda, same_bits
@@ -58,10 +60,12 @@ class World:
 
     def whole(
         self, tokens: dict[int, list[int]], rows: list[int], sources: list[int] | None = None,
-        temperature: float = 0.0,
+        how: tuple[float, int, float] = (0.0, 0, 1.0),
     ) -> tuple[Any, Any]:  # fmt: skip
-        """The same by a whole step, and the tokens that follow."""
+        """The same by a whole step, and the tokens that follow, as if they were chosen after it."""
         ops: Any = self.device.ops
+        samplers = [ops.sampler(*how) for _ in rows]
+        uniforms = 0.1 * (1 + np.arange(len(rows)))
         with self.lease(tokens) as lease:
             groups = {}
             for name, view in lease.views.items():
@@ -69,13 +73,16 @@ class World:
                 groups[name] = steps.Group(view, bound.bases, bound.layout.by_layer)
             found = self.steps.run(
                 lease.tokens, lease.positions, lease.seq_rows, groups, np.array(rows, np.int32),
-                [(ops.sampler(temperature), 0.1 * (i + 1)) for i in range(len(rows))],
+                list(zip(samplers, uniforms.tolist(), strict=True)),
                 None if sources is None else np.array(sources, np.int32),
             )  # fmt: skip
             assert found is not None
             logits, drawn = found
             lease.commit({seq: len(ids) for seq, ids in tokens.items()})
-            return ops.numpy(logits)[: len(rows)].copy(), drawn.read()
+            ids = drawn.read()
+            after = ops.sample(logits, np.arange(len(rows), dtype=np.int32), samplers, uniforms)
+            assert ids.tolist() == after.tolist()
+            return ops.numpy(logits)[: len(rows)].copy(), ids
 
     def lease(self, tokens: dict[int, list[int]]) -> Any:
         """Room for a step."""
@@ -83,17 +90,17 @@ class World:
         return self.memory.reserve(entries)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_whole_steps_are_plain_ones(tmp_path: Path, temperature: float) -> None:
+@pytest.mark.parametrize("how", [(0.0, 0, 1.0), (0.8, 0, 1.0), (0.8, 9, 0.9)])
+def test_whole_steps_are_plain_ones(tmp_path: Path, how: tuple[float, int, float]) -> None:
     path = tmp_path / "tiny.gguf"
     tiny.write(path, tiny.Tiny(context=128))
     want, got = World(path), World(path)
     prompts = {seq: [3 + seq + i for i in range(n)] for seq, n in PROMPTS.items()}
     plain = want.plain(prompts)
     last = (np.cumsum(list(PROMPTS.values())) - 1).tolist()
-    logits, ids = got.whole(prompts, last, temperature=temperature)
+    logits, ids = got.whole(prompts, last, how=how)
     same_bits(logits, plain[last])
-    if temperature == 0:
+    if how[0] == 0:
         assert ids.tolist() == plain[last].argmax(-1).tolist()
     # Three steps, each with the tokens that the one before chose; one sequence drops out.
     going = list(PROMPTS)
@@ -103,8 +110,29 @@ def test_whole_steps_are_plain_ones(tmp_path: Path, temperature: float) -> None:
         plain = want.plain(known)
         unread = {seq: [0] for seq in going}
         rows = list(range(len(going)))
-        logits, ids = got.whole(unread, rows, sources, temperature)
+        logits, ids = got.whole(unread, rows, sources, how)
         same_bits(logits, plain)
         sources = list(range(len(going)))
         if round == 0:
             going, sources = going[1:], sources[1:]
+
+
+def test_what_passes_to_and_from_steps_is_each_ones_own() -> None:
+    """More launches than there are slots, each read after the next one was launched."""
+    machine: Any = cuda().machine
+    stage = Stage(machine, 1500, 7)
+    last = torch.zeros(64, dtype=torch.int32, device=machine.device)
+    late = None
+    for turn in range(2 * DEPTH + 1):
+        columns = [np.arange(1000, dtype=np.int32) + turn, np.full((5, 50), turn, np.int64)]
+        stage.put(columns)
+        stage.take()
+        last.copy_(stage.block[turn : turn + 64])
+        stage.give(last)
+        found = Drawn(stage.launched(5), None)
+        if GPU:
+            torch.cuda.synchronize()
+        assert stage.block.cpu().numpy()[1000:].view(np.int64).tolist() == [turn] * 250
+        if late is not None:
+            assert late.read().tolist() == [2 * (turn - 1) + i for i in range(5)]
+        late = found

@@ -336,3 +336,29 @@ def test_a_range_that_the_system_refuses_is_a_budget_error(monkeypatch: pytest.M
         with pytest.raises(BudgetError, match=r"cannot be had: no addresses; lower"):
             PagePool("test", 4096, 8, make_device(budget), demand_paged)
         assert budget.used == 0
+
+
+# -- pages that are backed before they are needed -------------------------------------------------
+
+
+def test_pages_are_backed_ahead_while_there_is_plenty_and_somebody_uses_any() -> None:
+    pool = make(OS_PAGE, max_pages=64, limit=64 * OS_PAGE)
+    pool.device.ahead = 8 * OS_PAGE  # more than the budget is willing to spare: 2 pages of 64
+    pool.back_ahead()
+    assert (pool.spare, pool.committed) == (0, 0)  # nobody uses any
+    ids = pool.allocate(3)
+    pool.back_ahead()
+    assert (pool.spare, pool.committed) == (2, 5 * OS_PAGE)
+    pool.trim(pool.spare)
+    assert pool.committed == 5 * OS_PAGE
+    assert pool.allocate(2).tolist() == [3, 4] and pool.committed == 5 * OS_PAGE  # at no cost
+    pool.back_ahead()
+    assert fits(pool, 59) and not fits(pool, 60)  # what is kept is in nobody's way
+    more = pool.allocate(58)
+    pool.back_ahead()  # too little is left
+    assert pool.committed == 63 * OS_PAGE
+    holders = [Holder("me", 0, np.arange(63, dtype=np.int32), np.zeros(63, np.int32))]
+    assert audit_pool(pool, holders) == []
+    pool.release(np.concatenate([ids, [3, 4], more]).astype(np.int32))
+    pool.trim(pool.spare)
+    assert pool.committed == 0

@@ -33,7 +33,8 @@ def generated(path: Path, **settings: object) -> list[list[int]]:
     found = []
     with quire.load(path, threads=1, **settings) as llm:
         looking_back = {"temperature": 0.0, "repetition_penalty": 3.0}
-        for how in ({"temperature": 0.0}, {"temperature": 10.0}, looking_back):
+        cut = {"temperature": 10.0, "top_k": 9, "top_p": 0.8, "min_p": 0.01}
+        for how in ({"temperature": 0.0}, {"temperature": 10.0}, cut, looking_back):
             sampling = [
                 quire.Sampling(seed=i, max_tokens=9 + 5 * i, **how) for i in range(len(PROMPTS))
             ]
@@ -74,6 +75,15 @@ def test_no_step_is_run_in_vain(dense: Path, flying: list[HostSteps]) -> None:
         llm.generate([3, 4, 5], max_tokens=9, ignore_eos=True)
         assert llm.engine.runner.tokens_run == 3 + 8
         assert sum(steps.followed for steps in flying) == 7
+
+
+@pytest.mark.parametrize("how", [{"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1}, {}])
+def test_whatever_is_left_to_chance_flies(
+    dense: Path, flying: list[HostSteps], how: dict[str, Any]
+) -> None:
+    with quire.load(dense, threads=1) as llm:
+        llm.generate([3, 4, 5], max_tokens=9, ignore_eos=True, temperature=1.0, **how)
+    assert flying[0].followed == 7
 
 
 def test_who_comes_later_joins_those_who_fly(dense: Path, flying: list[HostSteps]) -> None:
@@ -217,6 +227,19 @@ def test_a_row_without_numbers_ends_its_request_alone(
         with llm.session() as fresh:
             assert (session.logits() == fresh.append(kept).logits()).all()
         llm.memory.audit()
+
+
+def test_a_prompt_without_numbers_is_nobodys_beginning(
+    dense: Path, flying: list[HostSteps], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with quire.load(dense, threads=1) as llm:
+        with monkeypatch.context() as broken:
+            broken.setattr(HostSteps, "_drawn", lambda *_: -2)
+            with pytest.raises(ModelError, match="not numbers"):
+                llm.generate(PROMPTS[1], max_tokens=3)
+        again = llm.generate(PROMPTS[1], max_tokens=3)
+        assert again.cached_tokens == 0
+        assert llm.generate(PROMPTS[1], max_tokens=3).cached_tokens == len(PROMPTS[1]) - 1
 
 
 def test_an_edited_session_goes_on_after_a_stop(tmp_path: Path, flying: list[HostSteps]) -> None:

@@ -135,8 +135,9 @@ class AttentionGroup(Group[Table]):
             self.pool.grow(_most_pages(self.layout, self.device.budget.limit))
 
     def trim(self, n_seqs: int) -> None:
-        if self.pool.commitment.count > self.pool.used:
-            self.pool.trim()
+        idle = self.pool.commitment.count - self.pool.used
+        if idle > 0 and idle > (keep := self.pool.spare):
+            self.pool.trim(keep)
 
     # -- cutting and joining --------------------------------------------------------------------
 

@@ -140,6 +140,12 @@ class TableAppend(GroupAppend[Table]):
         pages = self._rows.show(tables)
         if new.ahead is None:
             slots: Int32 = np.array(ends, np.int32)
+        elif len(tables) == 1:
+            start, count = growths[0][2:4]
+            first = start // size
+            own = pages[0, first : tables[0].n_pages].reshape(-1, 1)
+            whole: Int32 = np.add(own * size, np.arange(size, dtype=np.int32))
+            slots = whole.reshape(-1)[start - first * size :][:count]
         else:
             starts = np.array([growth[2] for growth in growths], np.int32)
             slot = starts[new.rows] + new.ahead

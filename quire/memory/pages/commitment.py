@@ -174,6 +174,8 @@ def _runs(ids: NDArray[np.int32] | NDArray[np.intp]) -> list[tuple[int, int]]:
     """Ascending ids as half-open ranges without gaps."""
     if len(ids) == 0:
         return []
+    if int(ids[-1]) - int(ids[0]) == len(ids) - 1:
+        return [(int(ids[0]), int(ids[-1]) + 1)]
     cuts = np.flatnonzero(np.diff(ids) != 1)
     starts = ids[np.concatenate([[0], cuts + 1])]
     ends = ids[np.concatenate([cuts, [len(ids) - 1]])] + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,21 +96,43 @@ class PagePool:
         if n == 0:
             return np.empty(0, np.int32)
         ids = self._lowest_free(n)
+        first, end = int(ids[0]), int(ids[-1]) + 1
+        at = slice(first, end) if end - first == n else ids  # a slice is taken much faster
+        if self.commitment.backed.count(1, first, end) < n or not isinstance(at, slice):
+            try:
+                self._back(ids)
+            except BudgetError:
+                self.budget.reclaim()
+                self._back(ids)
+        self._live_array[at] = 1
+        self.refs[at] = 1
+        self.frozen[at] = 0
+        self.used += n
+        self._cursor = end
+        return ids
+
+    @property
+    def spare(self) -> int:
+        """Free pages that are worth keeping backed; none where nobody uses any."""
+        ahead = min(self.device.ahead, self.budget.limit // 32)
+        return ahead // self.page_bytes if self.used else 0
+
+    def back_ahead(self) -> None:
+        """Backs the pages that are likely to be wanted next, where there is plenty of room."""
+        n = min(self.spare, self.max_pages - self.used)
+        if self.commitment.count - self.used >= n or self.budget.free < self.budget.limit // 8:
+            return
+        ids = self._lowest_free(n)
+        with suppress(BudgetError):
+            self._back(ids)
+            self._note_idle(int(ids[0]), int(ids[-1]))
+
+    def _back(self, ids: Int32) -> None:
+        """Pays for those of these pages that are not backed."""
         fresh = self.commitment.unbacked(ids)
-        try:
-            self.commitment.back(fresh)
-        except BudgetError:
-            self.budget.reclaim()
-            fresh = self.commitment.unbacked(ids)
-            self.commitment.back(fresh)
+        self.commitment.back(fresh)
         if self._poison:
             self.bytes.fill(fresh, POISON)
-        self._live_array[ids] = 1
-        self.refs[ids] = 1
-        self.frozen[ids] = 0
-        self.used += n
-        self._cursor = int(ids[-1]) + 1
-        return ids
 
     def allocate_one(self) -> int:
         """The lowest free page, with one reference."""
@@ -145,6 +168,9 @@ class PagePool:
     def _lowest_free(self, n: int) -> Int32:
         if n > self.max_pages - self.used:
             raise PagesError(self._refusal(n))
+        first = self._live.find(0, self._cursor)
+        if first + n <= self.max_pages and self._live.find(1, first, first + n) < 0:
+            return np.arange(first, first + n, dtype=np.int32)
         start, window, found = self._cursor, max(2 * n, 1024), np.empty(0, np.int32)
         while len(found) < n:
             more = np.flatnonzero(self._live_array[start : start + window] == 0)[: n - len(found)]

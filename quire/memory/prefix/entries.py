@@ -31,6 +31,7 @@ from quire.memory.tokens import Tokens
 ROOT_BYTES = 16
 TOKEN_BYTES = 4
 _ROOT_WORDS = ROOT_BYTES // TOKEN_BYTES
+_ONE = ROOT_BYTES + TOKEN_BYTES
 _BEHIND = b"\xff" * TOKEN_BYTES  # sorts behind every token, since tokens are not negative
 
 
@@ -54,6 +55,8 @@ def tokens_of(place: bytes) -> Int32:
 
 def common(a: bytes, b: bytes) -> int:
     """How many first tokens two places have in common; none when their roots differ."""
+    if a[:_ONE] != b[:_ONE]:  # not even the first token, as most
+        return 0
     n = min(len(a), len(b)) // TOKEN_BYTES
     differ = np.frombuffer(a, np.int32, n) != np.frombuffer(b, np.int32, n)
     first = int(differ.argmax())

@@ -96,6 +96,8 @@ class PrefixIndex:
         self._evicted: dict[bytes, bytes] = {}  # keys of first pages -> their roots, oldest first
         self.missed = ""
         """Why the rest of the prompt that asked last was not here; empty if all of it was."""
+        self.matched = 0
+        """First tokens of that prompt that somebody holds, whether they can be restored or not."""
         self._cuts_back = True  # until memory refuses once
         self._uses = 0
         self._bytes_index = 0
@@ -109,8 +111,11 @@ class PrefixIndex:
         if self.memory.seq_pos_max(seq) >= 0:
             raise RequestError(f"sequence {seq} holds tokens; only an empty one can adopt a prefix")
         place = make_place(self._keys.root(salt), tokens)
-        matched = 0
-        for n, giver in self._offers(place, self.min_tokens):
+        matched = self.matched = 0
+        for n, giver in self._offers(place, 1):
+            self.matched = max(self.matched, n)
+            if n < self.min_tokens:
+                break
             matched = max(matched, n)
             if giver.give(self.memory, seq, n):
                 assert self.memory.seq_pos_max(seq) == n - 1
@@ -123,14 +128,9 @@ class PrefixIndex:
                 return n
             self._cuts_back = False
         self._tokens_refused += matched
-        self.missed = "no state here" if matched else self._reason(place)
+        self.missed = "no state here" if matched else self._reason(place, self.matched)
         self._misses[self.missed] += 1
         return 0
-
-    def known(self, tokens: Sequence[int] | Int32, salt: str = "") -> int:
-        """How many first tokens somebody holds, whether memory can restore that place or not."""
-        place = make_place(self._keys.root(salt), tokens)
-        return next((n for n, _ in self._offers(place, self.min_tokens)), 0)
 
     def _offers(self, place: bytes, least: int) -> Iterator[tuple[int, Giver]]:
         """Who could give how many first tokens of a place; most first."""
@@ -141,14 +141,15 @@ class PrefixIndex:
                 n = min(live.tokens.common(tokens), self.memory.seq_pos_max(live.seq) + 1)
                 if n >= least:  # an empty sequence, such as the one that asks, is none of these
                     running.append((n, live))
+        if not running:
+            return self._entries.matches(place, least)
         running.sort(key=lambda offer: -offer[0])
         # Of equals, entries come first: nobody appends to their last page, so it needs no copy.
         return merge(self._entries.matches(place, least), running, key=lambda offer: -offer[0])
 
-    def _reason(self, place: bytes) -> str:
+    def _reason(self, place: bytes, matched: int) -> str:
         """Why nothing that is worth it matches a place."""
-        matched = next((n for n, _ in self._offers(place, 1)), 0)
-        if self._keys.first_page(place) in self._evicted:
+        if self._evicted and self._keys.first_page(place) in self._evicted:
             return "evicted"
         elsewhere = self._keys.first_page(place, any_salt=True) in self._pages
         if elsewhere and matched < self.page_tokens:
@@ -284,6 +285,11 @@ class PrefixIndex:
         for entry in list(self._entries) if root is None else self._entries.under(root):
             self._drop(entry)
         self._evicted = {k: r for k, r in self._evicted.items() if root not in (None, r)}
+
+    def drop(self, tokens: Sequence[int] | Int32, salt: str = "") -> None:
+        """Drops the entry of exactly these tokens, if there is one."""
+        if entry := self._entries.find(make_place(self._keys.root(salt), tokens)):
+            self._drop(entry)
 
     def close(self) -> None:
         """Gives everything back."""

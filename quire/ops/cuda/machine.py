@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton
 from numpy.typing import NDArray
 
 from quire.ops import Int32, Refused
@@ -121,7 +120,7 @@ class Machine:
 
 def power_of_two(n: int, least: int = 1) -> int:
     """The next power of two."""
-    return max(int(triton.next_power_of_2(n)), least)
+    return max(1 << max(n - 1, 0).bit_length(), least)
 
 
 def missing(index: int) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -97,8 +97,7 @@ TILES = (16, 64)
 """Tokens of one sequence that a program may take together."""
 
 
-@dataclass(frozen=True)
-class PageShape:
+class PageShape(NamedTuple):
     """Sizes of a step's tables: what it has, or more, where a graph is made for more."""
 
     tokens: int
@@ -133,7 +132,8 @@ def shape_of(view: PageTables, positions: Int32) -> PageShape:
     """The shape of a step as it is."""
     holes = 0 if view.slot_positions is None else view.slot_positions.shape[1]
     tokens, (seqs, pages) = len(positions), view.tables.shape
-    used = min(pages, max(-(-int(view.length.max(initial=0)) // view.page_tokens), 1))
+    longest = max(view.length.tolist(), default=0)
+    used = min(pages, max(-(-longest // view.page_tokens), 1))
     return PageShape(
         tokens, seqs, used, view.page_tokens, view.page_bytes, tokens == seqs and not holes, holes
     )
@@ -156,15 +156,31 @@ def page_columns(
     holes = view.slot_positions
     columns.append(np.empty(0, np.int32) if holes is None else holes)
     if not shape.single:
-        cuts = np.flatnonzero(np.diff(seq_rows)) + 1
-        starts = np.concatenate([[0], cuts]).astype(int) if len(seq_rows) else np.empty(0, int)
-        counts = np.diff(np.append(starts, len(seq_rows)))
-        columns += [_tiles(starts, counts, seq_rows, size, shape) for size in TILES]
+        columns += _tiles(seq_rows, shape)
     return columns
 
 
-def _tiles(starts: Any, counts: Any, seq_rows: Int32, size: int, shape: PageShape) -> Int32:
-    """First rows, counts and sequences of tiles: [3, tiles]."""
+def _tiles(seq_rows: Int32, shape: PageShape) -> list[Int32]:
+    """First rows, counts and sequences of the tiles of each size: [3, tiles]."""
+    if len(seq_rows) and seq_rows[0] == seq_rows[-1]:  # one sequence, as most prompts
+        return [_tiles_of_one(len(seq_rows), int(seq_rows[0]), size, shape) for size in TILES]
+    cuts = np.flatnonzero(np.diff(seq_rows)) + 1
+    starts = np.concatenate([[0], cuts]).astype(int) if len(seq_rows) else np.empty(0, int)
+    counts = np.diff(np.append(starts, len(seq_rows)))
+    return [_tiles_of(starts, counts, seq_rows, size, shape) for size in TILES]
+
+
+def _tiles_of_one(tokens: int, row: int, size: int, shape: PageShape) -> Int32:
+    found = np.zeros((3, shape.tiles(size)), np.int32)
+    first = np.arange(0, tokens, size, dtype=np.int32)
+    found[0, : len(first)] = first
+    found[1, : len(first)] = size
+    found[1, len(first) - 1] = tokens - first[-1]
+    found[2, : len(first)] = row
+    return found
+
+
+def _tiles_of(starts: Any, counts: Any, seq_rows: Int32, size: int, shape: PageShape) -> Int32:
     per_run = -(-counts // size)
     run = np.repeat(np.arange(len(starts)), per_run)
     at = (np.arange(len(run)) - (np.cumsum(per_run) - per_run)[run]) * size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -131,8 +132,7 @@ class Places:
         return self.state_bytes // 4, self.log_bytes // 4, self.log_stride // 4
 
 
-@dataclass(frozen=True)
-class StateShape:
+class StateShape(NamedTuple):
     """How large a step is: padding included, so that a captured one serves several."""
 
     tokens: int

@@ -2,125 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from math import isfinite
 
 import numpy as np
 import torch
-import triton
 from numpy.typing import NDArray
 
 from quire.ops import Array, Float32, Int32, Sampler
 from quire.ops.cuda.arrays import Arrays, values_of
-from quire.ops.cuda.kernels import race as kernels
-from quire.ops.cuda.machine import Machine, need, power_of_two
-
-_BLOCK = 1024
-
-
-@dataclass(frozen=True)
-class Wish:
-    """What one generation wants of its samples; 0 turns top_k off."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    bias: tuple[tuple[int, float], ...]
-
-    @property
-    def penalises(self) -> bool:
-        """Whether it matters which tokens were there."""
-        flat = self.presence_penalty == 0 and self.frequency_penalty == 0
-        return not (flat and self.repetition_penalty == 1)
-
-    @property
-    def selects(self) -> bool:
-        """Whether tokens have to be put in order."""
-        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
-
-
-class CudaSampler:
-    """What one generation wants of its samples, and the tokens it has seen."""
-
-    def __init__(self, wish: Wish) -> None:
-        self.wish = wish
-        self._penalises = wish.penalises
-        self._counts: dict[int, int] = {}
-        self._prompt: set[int] = set()
-
-    def observe(self, ids: Int32) -> None:
-        """Counts tokens for the penalties."""
-        if not self._penalises:
-            return
-        need((ids >= 0).all(), "a token that cannot be observed")
-        for token in ids.tolist():
-            self._counts[token] = self._counts.get(token, 0) + 1
-
-    def observe_prompt(self, ids: Int32) -> None:
-        """Notes tokens for the repetition penalty alone."""
-        if not self._penalises:
-            return
-        need((ids >= 0).all(), "a token that cannot be observed")
-        self._prompt.update(ids.tolist())
-
-    def unobserve(self, ids: Int32) -> None:
-        """Takes back what was observed."""
-        if not self._penalises:
-            return
-        for token in ids.tolist():
-            need(self._counts.get(token, 0) > 0, f"token {token} was not observed")
-            self._counts[token] -= 1
-
-    @property
-    def counts(self) -> dict[int, int]:
-        """How often tokens were there that penalties are about; 0 for a prompt's."""
-        seen = {token: n for token, n in self._counts.items() if n > 0}
-        return {token: 0 for token in self._prompt} | seen
-
-
-def sampler_of(sampler: Sampler) -> CudaSampler:
-    """A sampler that this device made."""
-    if not isinstance(sampler, CudaSampler):
-        raise TypeError(f"{type(sampler).__name__} is not a sampler of the GPU")
-    return sampler
-
-
-def race_keys(uniforms: NDArray[np.float64]) -> NDArray[np.int64]:
-    """splitmix64's finalizer of the bits of random numbers."""
-    x = np.ascontiguousarray(uniforms, np.float64).view(np.uint64)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return (x ^ (x >> np.uint64(31))).view(np.int64)
-
-
-def drawing(
-    machine: Machine, x: torch.Tensor, keys: torch.Tensor, heat: torch.Tensor | None,
-    floors: torch.Tensor, edges: torch.Tensor | None = None, limits: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """The winner of each row; of the likeliest alone, where nobody has a temperature (`heat`).
-
-    -1 stands for a row that excludes every token, -2 for one with a NaN.
-    """
-    n, vocab = x.shape
-    n_blocks = triton.cdiv(vocab, _BLOCK)
-    scores = machine.empty(n, n_blocks, dtype=torch.float64)
-    winners = machine.empty(n, n_blocks, dtype=torch.int32)
-    tops = x if heat is None else x.amax(1)
-    kernels.race[(n, n_blocks)](
-        x, keys, x if heat is None else heat, tops, floors, x if edges is None else edges,
-        keys if limits is None else limits, scores, winners, vocab, n_blocks, BLOCK=_BLOCK,
-        GREEDY=heat is None, CUT=edges is not None,
-    )  # fmt: skip
-    if out is None:
-        out = machine.empty(n, dtype=torch.int32)
-    kernels.finish[(n,)](
-        scores, winners, out, n_blocks, BLOCK=power_of_two(n_blocks, 16), num_warps=1
-    )
-    return out
+from quire.ops.cuda.drawing import (
+    Choice,
+    CudaSampler,
+    Rows,
+    Wish,
+    columns_of,
+    drawing,
+    sampler_of,
+)
+from quire.ops.cuda.machine import need
 
 
 class Sampling(Arrays):
@@ -138,7 +37,8 @@ class Sampling(Arrays):
         need(0 < top_p <= 1, "top_p must lie in (0, 1]")
         need(0 <= min_p <= 1, "min_p must lie in [0, 1]")
         need(0 < repetition_penalty < np.inf, "repetition_penalty must be a positive number")
-        need(np.isfinite([presence_penalty, frequency_penalty]).all(), "penalties are numbers")
+        finite = isfinite(presence_penalty) and isfinite(frequency_penalty)
+        need(finite, "penalties are numbers")
         need((bias_ids is None) == (bias_values is None), "bias_ids and bias_values go together")
         bias: tuple[tuple[int, float], ...] = ()
         if bias_ids is not None and bias_values is not None:
@@ -168,7 +68,7 @@ class Sampling(Arrays):
         self._edit(x, mine)
         if masks is not None:
             self._mask(x, masks)
-        picked = self._pick(x, [sampler.wish for sampler in mine], uniforms)
+        picked = self._pick(x, mine, uniforms)
         found: Int32 = picked.cpu().numpy()
         for row, token in zip(rows, found, strict=True):
             need(token != -2, f"row {row} of the logits contains NaN")
@@ -222,40 +122,14 @@ class Sampling(Arrays):
         x.masked_fill_(bits == 0, float("-inf"))
 
     def _pick(
-        self, x: torch.Tensor, wishes: list[Wish], uniforms: NDArray[np.float64]
+        self, x: torch.Tensor, samplers: list[CudaSampler], uniforms: NDArray[np.float64]
     ) -> torch.Tensor:
         """Winners of edited rows; -1 where every token is excluded, -2 where one is NaN."""
-        n = len(x)
-        upload = self.machine.upload
-        edges = torch.full((n,), float("-inf"), device=x.device)
-        limits = torch.zeros(n, dtype=torch.int32, device=x.device)
-        chosen = [row for row, wish in enumerate(wishes) if wish.selects]
-        if chosen:
-            at = upload(np.array(chosen, np.int64))
-            edges[at], limits[at] = self._edges(x[at], [wishes[row] for row in chosen])
-        heat = upload(np.array([w.temperature for w in wishes], np.float32))
-        floors = upload(np.array([w.min_p for w in wishes], np.float64))
-        keys = upload(race_keys(uniforms))
-        return drawing(self.machine, x, keys, heat, floors, edges, limits)
-
-    def _edges(self, x: torch.Tensor, wishes: list[Wish]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The last token that top_k and top_p leave in: its logit and its id."""
-        vocab = x.shape[1]
-        ordered, ids = torch.sort(x, dim=1, descending=True, stable=True)
-        ranks = torch.arange(vocab, device=x.device)
-        most = self.machine.upload(np.array([w.top_k or vocab for w in wishes], np.int64))
-        heat = self.machine.upload(np.array([w.temperature for w in wishes], np.float32)).double()
-        mass = self.machine.upload(np.array([w.top_p for w in wishes], np.float64))
-        y = ordered.double()
-        weights = torch.exp((y - y[:, :1]) / heat[:, None])
-        weights = torch.where(y == y[:, :1], 1.0, weights)
-        weights = torch.where((ranks < most[:, None]) & (y > float("-inf")), weights, 0.0)
-        sums = weights.cumsum(1)
-        short = sums < (mass * sums[:, -1])[:, None]
-        # Without top_p the whole mass is wanted, which rounding must not cut short.
-        kept = torch.where(mass < 1, short.sum(1) + 1, vocab)
-        last = torch.minimum(torch.minimum(kept, most), torch.tensor(vocab, device=x.device)) - 1
-        return ordered.gather(1, last[:, None])[:, 0], ids.gather(1, last[:, None])[:, 0].int()
+        choice = Choice.of(samplers)
+        draws = list(zip(samplers, uniforms.tolist(), strict=True))
+        columns = columns_of(draws, choice, len(x))
+        rows = Rows(*(self.machine.upload(column) for column in columns)) if columns else None
+        return drawing(self.machine, x, choice, rows)
 
     def logprobs(self, logits: Array, ids: Int32, top: int) -> tuple[Float32, Int32, Float32]:
         """Log-probabilities of ids, and the likeliest tokens with theirs, row by row."""

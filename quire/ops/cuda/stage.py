@@ -15,21 +15,46 @@ from quire.ops.cuda.kernels import rows as kernels
 from quire.ops.cuda.machine import Machine, power_of_two
 
 _PROMPT = 32  # tokens of a step that tell how fast prompts are
+_EVERY = 8  # one of so many is measured
+
+
+DEPTH = 4
+"""Slots of a ring: launches after which one comes again. The host is two of them ahead at most."""
 
 
 class Drawn:
     """The tokens that a step chooses: -1 where a row allows none, -2 where it is not numbers."""
 
-    def __init__(self, ids: torch.Tensor, n: int, stage: Stage) -> None:
-        self._ids, self._event = stage.fetch(ids[:n])
-        self._n = n
+    def __init__(self, ids: Int32, event: torch.cuda.Event | None) -> None:
+        self._ids, self._event = ids, event
 
     def read(self) -> Int32:
-        """Waits until they are there."""
+        """Waits until they are there; before the slot comes again."""
         if self._event is not None:
             self._event.synchronize()
-        found: Int32 = self._ids.numpy()[: self._n].copy()
-        return found
+        return self._ids.copy()
+
+
+class Events:
+    """When launches have ended: a ring of events, since making and dropping one takes long."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._ring = None if machine.interpreted else [torch.cuda.Event() for _ in range(DEPTH)]
+        self._turn = 0
+
+    def wait(self) -> None:
+        """Until the launch has ended whose slots come again."""
+        if self._ring is not None:
+            self._ring[self._turn].synchronize()
+
+    def record(self) -> torch.cuda.Event | None:
+        """The end of a launch."""
+        if self._ring is None:
+            return None
+        event = self._ring[self._turn]
+        event.record()
+        self._turn = (self._turn + 1) % DEPTH
+        return event
 
 
 class Clock:
@@ -37,79 +62,78 @@ class Clock:
 
     def __init__(self) -> None:
         self.seconds_per_token = 0.0
-        self._under_way: tuple[torch.cuda.Event, torch.cuda.Event, int] | None = None
+        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self._under_way = 0  # tokens of the step that is measured
+        self._left_out = 0  # prompts since one was measured
 
     def start(self, n_tokens: int) -> torch.cuda.Event | None:
         """Before a step; what tells when it ends, where it is to be measured."""
-        if self._under_way is not None:
-            begin, end, n = self._under_way
+        if self._under_way and self._events is not None:
+            begin, end = self._events
             if not end.query():
                 return None
-            now = begin.elapsed_time(end) / 1e3 / n
+            now = begin.elapsed_time(end) / 1e3 / self._under_way
             self.seconds_per_token = (self.seconds_per_token or now) * 0.7 + now * 0.3
-            self._under_way = None
-        if n_tokens < _PROMPT:
+            self._under_way = 0
+        self._left_out += n_tokens >= _PROMPT
+        if n_tokens < _PROMPT or 1 < self._left_out <= _EVERY:
             return None
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._left_out = 1
+        if self._events is None:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self._events = begin, end
+        begin, end = self._events
         begin.record()
-        self._under_way = begin, end, n_tokens
+        self._under_way = n_tokens
         return end
 
 
 class Stage:
-    """Pinned memory that integers pass through, to the GPU and back, while it computes.
+    """Pinned memory that integers of one shape of step pass through, to the GPU and back.
 
-    Kernels copy: between two graphs they take a tenth of what the copy engines' hand-over does.
+        host     slot 0 | slot 1 | slot 2 | slot 3           slot 0 | slot 1 | slot 2 | slot 3
+        GPU         └─ take ─▶ block ─▶ … ─▶ ids ─ give ─────────┘     next time, slot 1
+
+    The kernels that copy are in the step's graph, so nothing else is launched; which slot it is,
+    the GPU counts for itself.
     """
 
-    _DEPTH = 4
+    def __init__(self, machine: Machine, size: int, rows: int) -> None:
+        def integers(n: int, pinned: bool = False) -> torch.Tensor:
+            where = None if pinned else machine.device
+            pin = pinned and not machine.interpreted
+            return torch.zeros(n, dtype=torch.int32, device=where, pin_memory=pin)
 
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
-        self._up: list[tuple[torch.Tensor, torch.cuda.Event] | None] = [None] * self._DEPTH
-        self._down: list[torch.Tensor | None] = [None] * self._DEPTH
+        self.block = integers(size)
+        self._rows = rows
+        self._turns = integers(1)
+        self._up, self._down = integers(DEPTH * size, True), integers(DEPTH * rows, True)
+        self._slots = self._up.numpy().reshape(DEPTH, size)
+        self._found: Int32 = self._down.numpy().reshape(DEPTH, rows)
         self._turn = 0
 
-    def put(self, columns: Sequence[NDArray[Any]], into: torch.Tensor) -> None:
-        """Columns, one behind the other, into a block of integers."""
-        if self._machine.interpreted:
-            into.copy_(torch.from_numpy(_joined(columns, np.empty(len(into), np.int32))))
-            return
-        self._turn = (self._turn + 1) % self._DEPTH
-        held = self._up[self._turn]
-        if held is not None:
-            held[1].synchronize()
-        if held is None or len(held[0]) < len(into):
-            size = power_of_two(len(into), 1 << 14)
-            held = torch.empty(size, dtype=torch.int32, pin_memory=True), torch.cuda.Event()
-            self._up[self._turn] = held
-        pinned, event = held
-        _joined(columns, pinned.numpy())
-        _carry(pinned, into, len(into))
-        event.record()
+    def put(self, columns: Sequence[NDArray[Any]]) -> None:
+        """Columns, one behind the other, into the slot that the next launch takes."""
+        slot, at = self._slots[self._turn], 0
+        for column in columns:
+            flat = column.reshape(-1).view(np.int32)
+            slot[at : at + len(flat)] = flat
+            at += len(flat)
 
-    def fetch(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-        """A copy of ids on the host, which is there when the event has come."""
-        if self._machine.interpreted:
-            return ids.clone(), None
-        held = self._down[self._turn]
-        if held is None or len(held) < len(ids):
-            held = torch.empty(max(len(ids), 512), dtype=torch.int32, pin_memory=True)
-            self._down[self._turn] = held
-        event = torch.cuda.Event()
-        _carry(ids, held, len(ids))
-        event.record()
-        return held, event
+    def take(self) -> None:
+        """Fills the block; the first kernel of a step."""
+        n = self.block.numel()
+        kernels.take[(triton.cdiv(n, 1024),)](self._up, self._turns, self.block, n, BLOCK=1024)
 
+    def give(self, ids: torch.Tensor) -> None:
+        """Hands ids over; the last kernel of a step."""
+        kernels.give[(1,)](
+            ids, self._down, self._turns, self._rows, DEPTH=DEPTH,
+            BLOCK=power_of_two(self._rows, 32),
+        )  # fmt: skip
 
-def _carry(source: torch.Tensor, target: torch.Tensor, n: int) -> None:
-    kernels.carry[(triton.cdiv(n, 1024),)](source, target, n, BLOCK=1024)
-
-
-def _joined(columns: Sequence[NDArray[Any]], into: NDArray[np.int32]) -> NDArray[np.int32]:
-    at = 0
-    for column in columns:
-        flat = column.reshape(-1).view(np.int32)
-        into[at : at + len(flat)] = flat
-        at += len(flat)
-    return into
+    def launched(self, n: int) -> Int32:
+        """Where the first n ids of the launch before will be."""
+        found: Int32 = self._found[self._turn, :n]
+        self._turn = (self._turn + 1) % DEPTH
+        return found

@@ -1,8 +1,8 @@
 """Whole steps of a model as captured graphs, from token ids to the tokens that follow.
 
-    host     columns ──▶ pinned ──copy──▶ block of integers        ids ◀──copy── pinned
-    GPU      embed ─▶ layers ─▶ logits ─▶ race ─▶ ids ─────────────▲
-                ▲──────────────── the ids of the step before ──────┘
+    host     columns ──▶ pinned                                          pinned ──▶ ids
+    GPU      take ─▶ block ─▶ embed ─▶ layers ─▶ logits ─▶ race ─▶ ids ─▶ give
+                                ▲───────── the ids of the step before ◀──┘
 
 A step of one shape runs eagerly the first time, which compiles what it needs, is captured the
 second time and replayed from then on. Shapes are rounded up, so that there are few of them; what
@@ -12,10 +12,11 @@ they are asked for, and the next step may take its tokens from them on the devic
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -24,13 +25,13 @@ from numpy.typing import NDArray
 from quire.ops import Array, Int32, Sampler
 from quire.ops.batch import Batch, GroupPages
 from quire.ops.cuda.arrays import values_of
+from quire.ops.cuda.drawing import Choice, Rows, columns_of, drawing, sampler_of
 from quire.ops.cuda.kernels import rows as kernels
 from quire.ops.cuda.machine import Machine, OnDevice, power_of_two
 from quire.ops.cuda.paged import Paged, PageShape, filled, page_columns, shape_of
 from quire.ops.cuda.recurrent import state_places
 from quire.ops.cuda.recurrent_rows import CudaStates, StateShape, state_columns, state_shape
-from quire.ops.cuda.sampling import drawing, race_keys, sampler_of
-from quire.ops.cuda.stage import Clock, Drawn, Stage
+from quire.ops.cuda.stage import Clock, Drawn, Events, Stage
 
 MOST_TOKENS = 512
 """Longer steps are not captured: there launches cost little beside the work."""
@@ -62,8 +63,7 @@ class Group:
         return len(self.bases) == 2
 
 
-@dataclass(frozen=True)
-class Key:
+class Key(NamedTuple):
     """The shape of a step."""
 
     tokens: int
@@ -72,25 +72,26 @@ class Key:
     every_row: bool
     """Whether the logits of all tokens are wanted, in order."""
     groups: tuple[tuple[str, PageShape | StateShape], ...]
-    greedy: bool
+    choice: Choice
 
 
 class Captured:
-    """One shape of step: the block that it reads, its graph once there is one, what it makes."""
+    """One shape of step: what it reads, its graph once there is one, what it makes."""
 
-    def __init__(self, key: Key, device: torch.device) -> None:
+    def __init__(self, key: Key, machine: Machine) -> None:
         self.key = key
-        self.sizes = [2 * key.rows] * 2 + [key.rows] * 2 + [key.tokens] * 3
+        drawn = [2 * key.rows] * 3 + [key.rows] * 2 if key.choice.random else []
+        self.sizes = [*drawn, key.rows, *[key.tokens] * 3]
         for _, shape in key.groups:
             self.sizes += shape.sizes
-        self.block = torch.zeros(sum(self.sizes), dtype=torch.int32, device=device)
+        self.stage = Stage(machine, sum(self.sizes), key.rows)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.seen = 0
         self.logits: Array | None = None
 
     def columns(self) -> list[torch.Tensor]:
-        """The parts of the block."""
-        return list(torch.split(self.block, self.sizes))
+        """The parts of what it reads."""
+        return list(torch.split(self.stage.block, self.sizes))
 
 
 class Steps:
@@ -99,11 +100,14 @@ class Steps:
     def __init__(self, model: Layers, ops: Any) -> None:
         self._model, self._ops = model, ops
         self._machine: Machine = ops.machine
-        self._stage = Stage(self._machine)
+        self._events = Events(self._machine)
         self._known: OrderedDict[Key, Captured] = OrderedDict()
         self._last = torch.zeros(MOST_TOKENS, dtype=torch.int32, device=self._machine.device)
         self._pool: Any = None
+        self._latest: Captured | None = None
         self.clock = Clock()
+        self.replayed = False
+        """Whether the last step was the replay of a graph."""
 
     def run(
         self, tokens: Int32, positions: Int32, seq_rows: Int32, groups: Mapping[str, Group],
@@ -120,18 +124,21 @@ class Steps:
             return None
         step = self._known.get(key)
         if step is None:
-            step = self._known[key] = Captured(key, self._machine.device)
+            step = self._known[key] = Captured(key, self._machine)
             while len(self._known) > _GRAPHS:
                 self._known.popitem(last=False)
-        self._known.move_to_end(key)
+        elif step is not self._latest:
+            self._known.move_to_end(key)
+        self._latest = step
         columns = self._columns(key, tokens, positions, seq_rows, groups, rows, draws, sources)
-        self._stage.put(columns, step.block)
+        self._events.wait()
+        step.stage.put(columns)
         end = None if self._machine.interpreted else self.clock.start(len(tokens))
         self._replay(step, groups)
         if end is not None:
             end.record()
         assert step.logits is not None
-        return step.logits, Drawn(self._last, len(rows), self._stage)
+        return step.logits, Drawn(step.stage.launched(len(rows)), self._events.record())
 
     def _key(
         self, tokens: Int32, positions: Int32, seq_rows: Int32, groups: Mapping[str, Group],
@@ -153,31 +160,24 @@ class Steps:
             pages = power_of_two(shape.pages, 32)
             size = shape.page_tokens, shape.page_bytes, shape.single, 0
             shapes.append((name, PageShape(n_tokens, seqs, pages, *size)))
-        greedy = all(d is None or sampler_of(d[0]).wish.temperature == 0 for d in draws)
+        choice = Choice.of(sampler_of(draw[0]) for draw in draws if draw is not None)
         every_row = len(rows) == len(tokens)
-        return Key(n_tokens, rounded(len(rows)), every_row, tuple(shapes), greedy)
+        return Key(n_tokens, rounded(len(rows)), every_row, tuple(shapes), choice)
 
     def _columns(
         self, key: Key, tokens: Int32, positions: Int32, seq_rows: Int32,
         groups: Mapping[str, Group], rows: Int32,
         draws: Sequence[tuple[Sampler, float] | None], sources: Int32 | None,
     ) -> list[NDArray[Any]]:  # fmt: skip
-        n = key.rows
-        keys, floors = np.zeros(n, np.int64), np.zeros(n, np.float64)
-        heat, wanted = np.zeros(n, np.float32), np.zeros(n, np.int32)
+        wanted = np.zeros(key.rows, np.int32)
         wanted[: len(rows)] = rows
-        if not key.greedy:
-            keys[: len(draws)] = race_keys(np.array([0.0 if d is None else d[1] for d in draws]))
-            for i, draw in enumerate(draws):
-                if draw is not None:
-                    wish = sampler_of(draw[0]).wish
-                    heat[i], floors[i] = wish.temperature, wish.min_p
         ids, from_last = np.zeros((2, key.tokens), np.int32)
         ids[: len(tokens)] = tokens
         from_last[: len(tokens)] = -1 if sources is None else sources
         from_last[len(tokens) :] = -1
         at = filled(positions, key.tokens)
-        columns: list[NDArray[Any]] = [keys, floors, heat, wanted, ids, from_last, at]
+        columns = columns_of(draws, key.choice, key.rows)
+        columns += [wanted, ids, from_last, at]
         for name, shape in key.groups:
             view = groups[name].view
             if isinstance(shape, StateShape):
@@ -188,6 +188,7 @@ class Steps:
 
     def _replay(self, step: Captured, groups: Mapping[str, Group]) -> None:
         step.seen += 1
+        self.replayed = step.graph is not None
         if step.graph is not None:
             step.graph.replay()
             return
@@ -204,7 +205,10 @@ class Steps:
     def _body(self, step: Captured, groups: Mapping[str, Group]) -> None:
         """What a graph holds."""
         model, ops = self._model, self._ops
-        keys, floors, heat, wanted, ids, sources, positions, *rest = step.columns()
+        step.stage.take()
+        columns = step.columns()
+        chosen = Rows.of([columns.pop(0) for _ in range(5)]) if step.key.choice.random else None
+        wanted, ids, sources, positions, *rest = columns
         n_tokens = step.key.tokens
         tokens = self._machine.empty(n_tokens, dtype=torch.int32)
         kernels.follow[(1,)](
@@ -226,13 +230,10 @@ class Steps:
         if not step.key.every_row:
             x = ops.take_rows(x, OnDevice(wanted))
         step.logits = model.logits(x)
-        heats = None if step.key.greedy else heat.view(torch.float32)
-        drawing(
-            self._machine, values_of(step.logits), keys.view(torch.int64), heats,
-            floors.view(torch.float64), out=self._last,
-        )  # fmt: skip
+        drawing(self._machine, values_of(step.logits), step.key.choice, chosen, self._last)
+        step.stage.give(self._last)
 
 
 def rounded(n: int) -> int:
     """The next number of tokens that steps are captured for."""
-    return next(size for size in _STEPS if size >= n)
+    return _STEPS[bisect_left(_STEPS, n)]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from quire.ops.cuda.kernels.cuts import place
+
 
 @triton.jit
 def _mix(x):
@@ -16,12 +18,12 @@ def _mix(x):
 
 @triton.jit
 def race(
-    logits, keys, temperatures, tops, floors, edges, limits, scores, winners, vocab, n_blocks,
-    BLOCK: tl.constexpr, GREEDY: tl.constexpr, CUT: tl.constexpr,
+    logits, keys, temperatures, tops, floors, edges, counts, scores, winners, vocab, n_blocks,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, GREEDY: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """The best of a block of tokens, of equals the lowest id; those behind the edge stay out.
 
-    A token runs if its logit is above the row's edge, or at the edge with an id up to the limit,
+    A token runs if its logit is above the row's edge, or at the edge and one of the first there,
     and its weight is not under the floor. Score and winner are those of the reference. A block
     that is not numbers wins with -2.
     """
@@ -30,8 +32,12 @@ def race(
     x = tl.load(logits + row.to(tl.int64) * vocab + ids, mask=ids < vocab, other=float("-inf"))
     runs = x > float("-inf")
     if CUT:
-        edge, limit = tl.load(edges + row), tl.load(limits + row)
-        runs = runs & ((x > edge) | ((x == edge) & (ids <= limit)))
+        edge, kept = tl.load(edges + row * 2), tl.load(edges + row * 2 + 1)
+        at = place(x)
+        same = ((at == edge) & (ids < vocab)).to(tl.int32)
+        blocks = tl.arange(0, BLOCKS)
+        before = tl.sum(tl.load(counts + row * n_blocks + blocks, mask=blocks < block, other=0), 0)
+        runs = runs & ((at > edge) | ((same > 0) & (before + tl.cumsum(same, 0) <= kept)))
     score = x.to(tl.float64)
     if not GREEDY:
         temperature = tl.load(temperatures + row)

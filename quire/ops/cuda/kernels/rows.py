@@ -134,10 +134,20 @@ def prepare(
 
 
 @triton.jit(do_not_specialize=["n"])
-def carry(source, target, n, BLOCK: tl.constexpr):
-    """Copies integers between the device and pinned memory of the host, which kernels reach."""
+def take(slots, turns, block, n, BLOCK: tl.constexpr):
+    """Copies the slot whose turn it is from pinned memory of the host, which kernels reach."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(target + at, tl.load(source + at, mask=at < n), mask=at < n)
+    slot = slots + tl.load(turns).to(tl.int64) * n
+    tl.store(block + at, tl.load(slot + at, mask=at < n), mask=at < n)
+
+
+@triton.jit(do_not_specialize=["n"])
+def give(ids, slots, turns, n, DEPTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Copies ids to the slot whose turn it is; the next turn is the next one's."""
+    at = tl.arange(0, BLOCK)
+    turn = tl.load(turns)
+    tl.store(slots + turn * n + at, tl.load(ids + at, mask=at < n), mask=at < n)
+    tl.store(turns, (turn + 1) % DEPTH)
 
 
 @triton.jit(do_not_specialize=["n"])
