@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import weakref
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,6 +45,10 @@ class OnDevice:
 
     def __len__(self) -> int:
         return len(self.tensor)
+
+
+_weights: Counter[torch.device] = Counter()
+"""Bytes that matrices hold of each GPU: what torch tells is of the whole process too."""
 
 
 class Machine:
@@ -98,6 +104,16 @@ class Machine:
     def launches_ahead(self) -> bool:
         """Whether kernels may be launched before those that they wait for end (from Hopper on)."""
         return not self.interpreted and torch.cuda.get_device_capability(self.device) >= (9, 0)
+
+    def count_weights(self, matrix: object, n_bytes: int) -> None:
+        """Counts what a matrix holds, for as long as it is there."""
+        _weights[self.device] += n_bytes
+        weakref.finalize(matrix, _weights.subtract, {self.device: n_bytes})
+
+    @property
+    def weights(self) -> int:
+        """Bytes that the matrices of all models in this process hold."""
+        return _weights[self.device]
 
     @property
     def reserved(self) -> int:

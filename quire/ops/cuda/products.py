@@ -31,7 +31,7 @@ class Matrices(Multiplying):
     def pack(self, parts: Sequence[Part]) -> Matrix:
         """One matrix from parts stacked along rows."""
         made = matrices.pack(parts, self.machine)
-        self.packed_total += made.nbytes
+        self.machine.count_weights(made, made.nbytes)
         return made
 
     def packed_bytes(self, parts: Sequence[tuple[int, int, int]]) -> int:
