@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from quire.models.layers import Mixer, Network, total_bytes
-from quire.models.loader import EMBEDDING, EXPERTS, MIXER, NETWORK, OUTPUT, Kit, Part
+from quire.models.loader import EMBEDDING, MIXER, OUTPUT, Kit, Part
 from quire.models.sizes import Sizes
 from quire.ops import Array, Ops
 from quire.ops.batch import Batch, cross
@@ -61,13 +61,12 @@ class Decoder:
         self.part_bytes = {part: total_bytes(matrices) for part, matrices in ends.items()}
         for i, (mixer, network) in enumerate(self.layers):
             self.part_bytes[Part(MIXER, i)] = mixer.nbytes
-            if network and (own := network.nbytes - network.expert_bytes):
-                self.part_bytes[Part(NETWORK, i)] = own
-            if network and network.expert_bytes:
-                self.part_bytes[Part(EXPERTS, i)] = network.expert_bytes
+            for kind, size in (network.part_bytes if network else {}).items():
+                self.part_bytes[Part(kind, i)] = size
         self.weight_bytes = sum(self.part_bytes.values())
         self.layer_bytes = tuple(
-            mixer.nbytes + (network.nbytes if network else 0) for mixer, network in self.layers
+            mixer.nbytes + sum(network.part_bytes.values() if network else ())
+            for mixer, network in self.layers
         )
 
     def _declare(self) -> None:
@@ -92,7 +91,7 @@ class Decoder:
                 at = len(self._ropes)
                 self._ropes.append((mixer.rope, mixer.ops))
             add, there = (network.add_to, network.ops) if network else (None, mixer.ops)
-            used += [mixer.ops, network.expert_ops if network else there, there]
+            used += [mixer.ops, *(network.ops_within if network else ()), there]
             self._calls.append((mixer.ops, mixer.add_to, mixer.group, at, there, add))
             self.ops_after.append(there)
         every = [ops.arithmetic for ops in [*used, self.ops]]

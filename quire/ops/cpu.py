@@ -46,6 +46,8 @@ class CpuOps:
         self.linear = cpu.linear
         self.linear_int16 = cpu.linear_int16
         self.experts = cpu.experts
+        self.experts_in = cpu.experts_in
+        self.experts_out = cpu.experts_out
         self.rope_table = cpu.rope_table
         self.attention = cpu.attention
         self.recur = cpu.recur

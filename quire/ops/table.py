@@ -118,6 +118,21 @@ class MatrixOps(Protocol):
         the next one's. `normalize` lets the chosen experts' shares add up to `scale`.
         """
 
+    def experts_in(
+        self, x: Array, router: Matrix, gate_up: Matrix, n_used: int, *,
+        norm: Array, eps: float, normalize: bool, scale: float,
+    ) -> tuple[Array, Array]:  # fmt: skip
+        """The first half of `experts`, for a `down` on another device: the choice, and the middle.
+
+        The choice has a row for each token: numbers of experts, then their shares. The middle,
+        act(gate) · up, has one for each of a token's experts, token by token.
+        """
+
+    def experts_out(
+        self, middle: Array, chosen: Array, count: int, down: Matrix, into: Array
+    ) -> Array:
+        """The second half: adds to `into` what `down` of the chosen of `count` experts makes."""
+
 
 class AttentionOps(Protocol):
     """Attention over pages."""

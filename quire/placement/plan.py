@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from quire.models.loader import EMBEDDING, EXPERTS, MIXER, NETWORK, OUTPUT, Part
+from quire.models.loader import DOWN, EMBEDDING, EXPERTS, MIXER, NETWORK, OUTPUT, Part
 from quire.placement.described import Described
 from quire.placement.facts import ModelFacts
 
@@ -117,13 +117,14 @@ class Plan:
 
     @property
     def n_cpu_moe(self) -> int:
-        """So many first layers have their experts on the host; 0 if only those that are there."""
+        """So many first layers have experts on the host, all or their last matrix; 0 if only those
+        that are there."""
         host = len(self.devices) - 1
         return max(
             (
                 part.layer + 1
                 for part, at in self.places.items()
-                if part.kind == EXPERTS and at == host
+                if part.kind in (EXPERTS, DOWN) and at == host
                 if self.places[Part(MIXER, part.layer)] != host
             ),
             default=0,
@@ -136,8 +137,9 @@ class Plan:
         for i in range(self.model.n_layers):
             parts = self.model.layer_parts(i)
             way += [self.places[part] for part in parts]
-            if Part(NETWORK, i) in parts and Part(EXPERTS, i) in parts:
-                way.append(self.places[Part(NETWORK, i)])  # back from the experts
+            for part in (Part(EXPERTS, i), Part(NETWORK, i)):
+                if Part(DOWN, i) in parts and part in parts:
+                    way.append(self.places[part])  # back the way it came
         way.append(self.places[Part(OUTPUT)])
         return sum(a != b for a, b in pairwise(way))
 

@@ -9,6 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from quire.ops import GELU_MUL, SILU_MUL, Part, Refused
+from quire.ops.batch import cross
 from quire.weights.quant import DEQUANTIZABLE, GGMLType
 from tests.cuda.sides import GPU, close, cuda, reference, same_bits
 
@@ -227,7 +228,18 @@ def test_experts(kind: GGMLType, normalize: bool) -> None:
                 eps=1e-5, normalize=normalize, scale=2.5, into=total,
             )  # fmt: skip
             found.append(o.numpy(total).copy())
-        close(*found, 1e-5 if kind is GGMLType.F32 else 3e-3)
+        tolerance = 1e-5 if kind is GGMLType.F32 else 3e-3
+        close(*found, tolerance)
+        here, there = cuda(), reference()
+        for first, last in ((here, there), (there, here), (here, here)):  # halves, on two devices
+            halves = first.experts_in(
+                first.array(x), first.pack(router), first.pack(ups), used, norm=first.vector(norm),
+                eps=1e-5, normalize=normalize, scale=2.5,
+            )  # fmt: skip
+            chosen, middle = (cross(each, first, last) for each in halves)
+            total = last.array(into)
+            last.experts_out(middle, chosen, n_experts, last.pack(downs), total)
+            close(last.numpy(total), found[1], tolerance)
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ import pytest
 
 import quire
 from quire.errors import QuireError, SessionFileError
-from quire.models.loader import EXPERTS, MIXER, OUTPUT, Part
+from quire.models.loader import DOWN, EXPERTS, MIXER, OUTPUT, Part
 from tests import random_hybrids, session_kinds, tiny
 from tests.model_folders import RANDOM, TRAINED, model_folder
 from tests.session_oracle import Oracle
@@ -121,7 +121,12 @@ def test_where_things_are(tmp_path: Path) -> None:
         assert str(llm.memory)
 
 
-@pytest.mark.parametrize("setting", [{"n_cpu_moe": 1}, {"override_tensor": "exps=cpu"}])
+HALVES = [r"ffn_down_exps=cpu", r"ffn_(gate|up|gate_up)_exps=cpu"]
+
+
+@pytest.mark.parametrize(
+    "setting", [{"n_cpu_moe": 1}, *({"override_tensor": each} for each in ("exps=cpu", *HALVES))]
+)
 @pytest.mark.parametrize("kind", ["moe", "shared"])
 def test_experts_on_the_host(kind: str, setting: dict[str, Any], tmp_path: Path) -> None:
     if kind == "moe":
@@ -133,7 +138,9 @@ def test_experts_on_the_host(kind: str, setting: dict[str, Any], tmp_path: Path)
         wanted = whole.logits(IDS)
     split = {"device": "cpu:1", "n_gpu_layers": 99, **setting, **EXACT}
     with quire.load(path, **split) as llm:
-        assert llm.plan.device_of(Part(EXPERTS, 0)) == "cpu"
+        away = setting.get("override_tensor")
+        assert llm.plan.device_of(Part(EXPERTS, 0)) == ("cpu:1" if away == HALVES[0] else "cpu")
+        assert llm.plan.device_of(Part(DOWN, 0)) == ("cpu:1" if away == HALVES[1] else "cpu")
         assert llm.plan.device_of(Part(MIXER, 0)) == "cpu:1"
         found = llm.logits(IDS)
         assert np.abs(found - wanted).max() < 2e-3 * np.abs(wanted).max()
