@@ -9,6 +9,7 @@ from collections.abc import Sequence as Seq
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +42,9 @@ from quire.models.loader import ProgressFn
 from quire.models.registry import architecture_of, open_weights
 from quire.placement.plan import Plan
 from quire.weights.defaults import chat_sampling_of, pooling_of
+
+if TYPE_CHECKING:
+    from quire.models.streaming import Streaming
 
 _WORTH_SHARING = 4
 """Fewer tokens are sooner computed than the page they lie in is copied."""
@@ -76,6 +80,9 @@ class LLM(Generating):
                 self.model = blueprint.load(progress)
                 self.fingerprint = blueprint.fingerprint()
                 """Which weights these are, as loaded; files of sessions only go with the same."""
+            self._streams = ExitStack()
+            failed.callback(self._streams.close)
+            self._streaming = self._stream()
             self.device = self._placed.devices[0]
             """That with the output."""
             self.budget, self.ops = self.device.budget, self.device.ops
@@ -91,6 +98,20 @@ class LLM(Generating):
             failed.pop_all()
         self.loop = Loop(self.engine, beside.loop.seat if beside else None)
         self.load_s = time.perf_counter() - started
+
+    def _stream(self) -> Streaming | None:
+        """Lets long prompts run networks of the host on a GPU, where that may change bits."""
+        size, budget = self._placed.streaming_bytes, self._placed.devices[0].budget
+        if not size:
+            return None
+        use = "weights that pass through"
+        budget.reserve(size, use)
+        room = self._streams.enter_context(ExitStack())  # once it is used it counts as arrays
+        room.callback(budget.release, size, use)
+        file = self._streams.enter_context(open_weights(self.path))
+        streaming = self._placed.stream(self.model, file, room.close)
+        self._streams.callback(streaming.close)
+        return streaming
 
     @property
     def plan(self) -> Plan:
@@ -202,6 +223,7 @@ class LLM(Generating):
     def _close(self) -> None:
         if not self.engine.closed:
             self.loop.close()
+            self._streams.close()
             self.engine.runner.close()
             for device, size in self._weights.items():
                 device.budget.release(size, "weights")

@@ -9,7 +9,7 @@ on several devices; `run` is where activations change from one to another.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from quire.models.loader import EMBEDDING, MIXER, OUTPUT, Kit, Part
 from quire.models.sizes import Sizes
 from quire.ops import Array, Ops
 from quire.ops.batch import Batch, cross
+
+if TYPE_CHECKING:
+    from quire.models.streaming import Streaming
 
 _KINDS = ("attention", "window", "recurrent")
 
@@ -96,6 +99,14 @@ class Decoder:
             self.ops_after.append(there)
         every = [ops.arithmetic for ops in [*used, self.ops]]
         self.arithmetic = every[0] if len(set(every)) == 1 else "; ".join(every)
+
+    def stream(self, streaming: Streaming) -> None:
+        """Lets long prompts run networks of the host elsewhere."""
+        self.layers = [
+            (mixer, network.streamed(streaming) if network else None)
+            for mixer, network in self.layers
+        ]
+        self._list_calls()
 
     def close(self) -> None:
         """Lets go of the weights now, whoever still holds the model; it computes nothing more."""

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.errors import ModelError
-from quire.models.layers import total_bytes
+from quire.models.layers import Network, total_bytes
 from quire.models.loader import DOWN, EXPERTS, NETWORK, Kit
 from quire.models.sizes import DenseSizes
 from quire.ops import SILU_MUL, Array, Ops
 from quire.ops.batch import cross
 from quire.weights.file import WeightFile
+
+if TYPE_CHECKING:
+    from quire.models.streaming import Streaming
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class Experts:
     def __init__(
         self, kit: Kit, c: DenseSizes, layer: int, routing: Routing, *, norm: str = "ffn_norm"
     ) -> None:
+        self._made: dict[str, Any] = {"c": c, "layer": layer, "routing": routing, "norm": norm}
         last = kit.at(DOWN, layer)
         kit = kit.at(EXPERTS, layer)
         self.ops, self._last = kit.ops, last.ops
@@ -82,6 +86,14 @@ class Experts:
         chosen, middle, x = (cross(y, ops, last) for y in (*entered, x))
         return cross(last.experts_out(middle, chosen, routing.count, self._down, x), last, ops)
 
+    def again(self, kit: Kit) -> Network:
+        """The same made with another kit."""
+        return Experts(kit, **self._made)
+
+    def streamed(self, streaming: Streaming) -> Network:
+        """The whole may be run on a GPU."""
+        return streaming.wrap(self)
+
 
 class SharedExperts:
     """Experts, and one more network that every token goes through, gated by a number per token.
@@ -93,7 +105,10 @@ class SharedExperts:
         self, kit: Kit, c: DenseSizes, layer: int, routing: Routing, shared: int, *,
         norm: str = "ffn_norm",
     ) -> None:  # fmt: skip
-        self._experts = Experts(kit, c, layer, routing, norm=norm)
+        self._made: dict[str, Any] = {
+            "c": c, "layer": layer, "routing": routing, "shared": shared, "norm": norm
+        }  # fmt: skip
+        self._experts: Network = Experts(kit, c, layer, routing, norm=norm)
         kit = kit.at(NETWORK, layer)
         self.ops, self._eps = kit.ops, c.eps
         load, at = kit.load, f"blk.{layer}."
@@ -111,9 +126,21 @@ class SharedExperts:
     def add_to(self, x: Array) -> Array:
         """x + what the experts and the shared one make of it."""
         ops, there = self.ops, self._experts.ops
+        moved = cross(x, ops, there)  # a GPU goes on here while experts on the host are busy
         weights = self._shared_gate_up, self._shared_down, self._norm
         y = ops.network(x, *weights, self._eps, SILU_MUL)
         share = ops.linear(x, self._share, self._norm, self._eps)
-        x = cross(self._experts.add_to(cross(x, ops, there)), there, ops)
+        x = cross(self._experts.add_to(moved), there, ops)
         ops.add_gated(x, y, share)
         return x
+
+    def again(self, kit: Kit) -> Network:
+        """The same made with another kit."""
+        return SharedExperts(kit, **self._made)
+
+    def streamed(self, streaming: Streaming) -> Network:
+        """The whole may be run on a GPU, or the experts where they alone are on the host."""
+        if self.ops is streaming.host:
+            return streaming.wrap(self)
+        self._experts = self._experts.streamed(streaming)
+        return self

@@ -9,7 +9,7 @@ the mixers that keep a state, `experts` the networks of several experts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from quire.models.sizes import DenseSizes
 from quire.models.windows import FULL, WINDOW
 from quire.ops import SILU_MUL, Array, Heads, Matrix, Ops, Rope
 from quire.ops.batch import GroupPages
+
+if TYPE_CHECKING:
+    from quire.models.streaming import Streaming
 
 
 class Mixer(Protocol):
@@ -57,6 +60,12 @@ class Network(Protocol):
 
     def add_to(self, x: Array) -> Array:
         """x + network(norm(x)), in x where it can be."""
+
+    def again(self, kit: Kit) -> Network:
+        """The same made with another kit, on its device."""
+
+    def streamed(self, streaming: Streaming) -> Network:
+        """The same, but for what of it may be run on a GPU now and then."""
 
 
 def total_bytes(matrices: Iterable[Matrix]) -> int:
@@ -186,6 +195,9 @@ class GatedNetwork:
         self, kit: Kit, c: DenseSizes, layer: int, *, norm: str = "ffn_norm",
         act: int = SILU_MUL, post_norm: str = "",
     ) -> None:  # fmt: skip
+        self._made: dict[str, Any] = {
+            "c": c, "layer": layer, "norm": norm, "act": act, "post_norm": post_norm
+        }  # fmt: skip
         kit = kit.at(NETWORK, layer)
         self.ops = kit.ops
         self.ops_within: Sequence[Ops] = (kit.ops,)
@@ -208,3 +220,11 @@ class GatedNetwork:
             y = ops.network(x, *weights, self._eps, self._act)
             ops.add_norm(x, y, self._post_norm, self._eps)
         return x
+
+    def again(self, kit: Kit) -> Network:
+        """The same made with another kit."""
+        return GatedNetwork(kit, **self._made)
+
+    def streamed(self, streaming: Streaming) -> Network:
+        """The whole may be run on a GPU."""
+        return streaming.wrap(self)

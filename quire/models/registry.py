@@ -18,6 +18,7 @@ from quire.weights.gguf import GGUF
 from quire.weights.split import with_parts
 
 if TYPE_CHECKING:
+    from quire.models.streaming import Streaming
     from quire.weights.naming import HFConfig, Naming
 
 # GGUF's name of an architecture, which is its module's as well, and what config.json calls it.
@@ -70,6 +71,9 @@ class Model(Protocol):
     """Bytes that all matrices hold."""
     kernels: dict[str, GroupKernels]
     """What the device can do with pages, by group."""
+
+    def stream(self, streaming: Streaming) -> None:
+        """Lets long prompts run networks of the host elsewhere."""
 
     def close(self) -> None:
         """Lets go of the weights now, whoever still holds the model; it computes nothing more."""

@@ -124,7 +124,8 @@ class _Search:
 
         Several GPUs are filled up to a share of what each has, the last one first.
         """
-        load = Load(n_ctx, self.wanted.sequences, self.wanted.checkpoints)
+        wanted = self.wanted
+        load = Load(n_ctx, wanted.sequences, wanted.checkpoints, wanted.streams)
 
         def laid_out(cuts: Sequence[int], home: int) -> Plan:
             places = self.places(n, moved, cuts, home)

@@ -22,6 +22,8 @@ class Load:
     n_ctx: int
     sequences: int = 1
     checkpoints: int = 0
+    streams: bool = False
+    """Whether long prompts may run networks of the host on the GPU with the output."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,13 @@ class DevicePlan:
     graphs: int = 0
     draft: int = 0
     """All that a draft model takes."""
+    streaming: int = 0
+    """Room for networks of the host that pass through: one that is used, and the next."""
 
     @property
     def total(self) -> int:
         """All of it."""
-        fixed = self.compute + self.libraries + self.graphs + self.draft
+        fixed = self.compute + self.libraries + self.graphs + self.draft + self.streaming
         return sum(self.weights.values()) + sum(self.memory.values()) + fixed
 
     @property
@@ -70,6 +74,7 @@ class DevicePlan:
             "libraries_bytes": self.libraries,
             "graphs_bytes": self.graphs,
             "draft_bytes": self.draft,
+            "streaming_bytes": self.streaming,
             "total_bytes": self.total,
             "left_bytes": self.left,
         }
@@ -198,6 +203,8 @@ def lay_out(
             device, here, _weights(model, device.kind, here), _memory(model, device, here, load),
             model.compute(device.kind, frozenset(here)) if here else 0,
             device.libraries if here else 0, device.graphs if here else 0, extra,
+            _streaming(model, device.kind, places, len(devices) - 1)
+            if load.streams and at == drafts else 0,
         ))  # fmt: skip
     return Plan(model, tuple(found), places, load, tuple(notes), draft)
 
@@ -209,6 +216,18 @@ def _weights(model: ModelFacts, kind: str, parts: Sequence[Part]) -> dict[str, i
         size = model.weights(kind, part, alone)
         sizes[part.kind] = sizes.get(part.kind, 0) + size
     return {kind: size for kind, size in sizes.items() if size}
+
+
+def _streaming(model: ModelFacts, kind: str, places: Places, host: int) -> int:
+    """Twice the largest network, or experts of a network, that are on the host."""
+    if places[Part(OUTPUT)] == host:
+        return 0
+    sizes = [0]
+    for i in range(model.n_layers):
+        away = [part for part in model.layer_parts(i) if part.kind != MIXER]
+        if away and all(places[part] == host for part in away if part.kind != NETWORK):
+            sizes.append(sum(model.weights(kind, p) for p in away if places[p] == host))
+    return 2 * max(sizes)
 
 
 def _memory(

@@ -13,7 +13,8 @@ import pytest
 
 import quire
 from quire.errors import QuireError, SessionFileError
-from quire.models.loader import DOWN, EXPERTS, MIXER, OUTPUT, Part
+from quire.models.loader import DOWN, EXPERTS, MIXER, OUTPUT, Kit, Part
+from quire.models.streaming import LEAST, Streaming
 from tests import random_hybrids, session_kinds, tiny
 from tests.model_folders import RANDOM, TRAINED, model_folder
 from tests.session_oracle import Oracle
@@ -221,6 +222,58 @@ def test_a_session_of_other_devices_says_that_its_bits_differ(tmp_path: Path) ->
             found = session.append([7]).logits()
             assert np.abs(found - wanted).max() < 1e-3 * np.abs(wanted).max()
             llm.memory.audit()
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe", "hybrid", "shared"])
+def test_weights_pass_through_for_long_prompts(kind: str, tmp_path: Path) -> None:
+    """Networks of the host run elsewhere where that is faster; here that changes no bit."""
+    if kind == "shared":
+        config = random_hybrids.settings("Qwen3_5Moe")
+        path = random_hybrids.write(tmp_path / "m", config, random_hybrids.tensors(config))
+    else:
+        path = session_kinds.write(kind, tmp_path)
+    ids = [int(i) for i in np.random.default_rng(1).integers(3, 250, 140)]
+    split: dict[str, Any] = {"device": "cpu:1", "n_ctx": session_kinds.N_CTX, **ROOM}
+    with quire.load(path, **split, n_gpu_layers=2) as llm:
+        wanted, name = llm.logits(ids), llm.device.name
+        assert llm._streaming is None
+    for gpu_s, host_s in ((1e-9, 1.0), (1.0, 1e-9)):
+        with quire.load(path, exact_batches=False, **split, n_gpu_layers=2) as llm:
+            planned = next(d.streaming for d in llm.plan.devices if d.device.name == name)
+            breakdown = llm.device.budget.breakdown
+            assert planned > 0 and breakdown["weights that pass through"] == planned
+            found = llm._streaming
+            assert found is not None
+            found.measured = lambda *_, **__: None  # type: ignore[method-assign]
+            found.gpu_s, found.host_s, sent = gpu_s, host_s, []
+            take = found.take
+            found.take = lambda at, take=take, sent=sent: (sent.append(at), take(at))[1]  # type: ignore[method-assign]
+            assert np.array_equal(llm.logits(ids), wanted)
+            assert sent == (list(range(len(found._networks))) if gpu_s < host_s else [])
+            sent.clear()
+            assert np.array_equal(llm.logits(ids[:20]), wanted[:20]) and not sent
+            llm.memory.audit()
+        assert {d.budget.used for d in llm.devices} == {0}
+
+
+def test_the_faster_way_is_found_by_measuring() -> None:
+    streaming = Streaming(Kit(None, None, "f16", "f16"), None, lambda: None)  # type: ignore[arg-type]
+    assert not streaming.worth(512)  # nothing is known
+    streaming.measured(512, 0.512, on_gpu=False)
+    assert streaming.worth(512) and not streaming.worth(LEAST - 1)  # to be tried
+    streaming.measured(512, 60.0, on_gpu=True)  # it compiled
+    streaming.measured(512, 0.3, on_gpu=True)
+    assert streaming.worth(512) and not streaming.worth(256)
+    streaming.measured(512, 3.0, on_gpu=True)
+    assert not streaming.worth(512)
+    for _ in range(100):
+        streaming.measured(512, 0.512, on_gpu=False)
+    assert streaming.worth(512)  # tried again after a while
+    streaming.measured(512, 2.0, on_gpu=True)
+    assert not streaming.worth(512)  # in vain
+    streaming.measured(512, 0.2, on_gpu=True)
+    assert streaming.worth(512)
+    streaming.close()
 
 
 def test_layers_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
