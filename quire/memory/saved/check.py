@@ -10,7 +10,8 @@ from quire.memory.groups.table import Table
 from quire.memory.pages.pool import PagePool, fit_together
 from quire.memory.saved.format import Container
 from quire.memory.saved.holders import Held, describe
-from quire.memory.saved.regroup import PAGES, Regrouping
+from quire.memory.saved.regroup import Regrouping
+from quire.memory.saved.sources import PAGES
 from quire.memory.saved.types import Extra, Found, StateFlags
 
 FORMAT = "quire saved state"

@@ -8,14 +8,11 @@ from io import BytesIO
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, BinaryIO
 
-import numpy as np
-
 from quire.errors import RequestError
 from quire.memory.checkpoint import Checkpoint
 from quire.memory.groups.group import AnyGroup
 from quire.memory.groups.layout import Int32
 from quire.memory.groups.state_table import StateTable
-from quire.memory.pages.pool import PagePool
 from quire.memory.saved.check import (
     check_fits,
     check_header,
@@ -27,8 +24,10 @@ from quire.memory.saved.check import (
     split_groups,
 )
 from quire.memory.saved.format import Container
+from quire.memory.saved.fresh import FreshPages
 from quire.memory.saved.holders import Held, parse_holders, pools_of, sharing, signature
-from quire.memory.saved.regroup import PAGES, Regrouping
+from quire.memory.saved.regroup import Regrouping
+from quire.memory.saved.sources import PAGES
 from quire.memory.saved.types import Found, StateFlags, StateRead
 
 if TYPE_CHECKING:
@@ -68,7 +67,6 @@ def _read(
     if regrouping is None:
         n_pages = page_counts(container, groups)
     else:
-        regrouping.count_pages(groups)
         state, n_pages = regrouping.tables(state, groups, left_out)
     held = parse_holders(groups, left_out, state, n_pages, container.refuse)
     check_kind(container, kind, flags, held)
@@ -185,19 +183,3 @@ def _derive(group: AnyGroup, held: Sequence[Held], ids: Sequence[Int32]) -> None
     if longest:
         rows = [(state, int(logs[log]), n) for log, (state, n) in longest.items()]
         group.device.derive(group.name, rows)
-
-
-class FreshPages:
-    """Pages for what is being read, which nobody holds yet."""
-
-    def __init__(self, pool: PagePool, n: int) -> None:
-        self.pool = pool
-        self._backed = np.frombuffer(bytes(pool.commitment.backed), np.uint8)
-        self.ids = pool.allocate(n)
-
-    def give_back(self) -> None:
-        """As if they had never been taken: idle pages that were there stay, others go."""
-        self.pool.release(self.ids)
-        if self.pool.commitment.gives_back:
-            new = self.ids[self._backed[self.ids] == 0]
-            self.pool.commitment.give_back(new.astype(np.intp))
