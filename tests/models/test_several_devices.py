@@ -13,6 +13,7 @@ import pytest
 
 import quire
 from quire.errors import QuireError, SessionFileError
+from quire.memory.groups.state_pools import StatePools
 from quire.models.loader import DOWN, EXPERTS, MIXER, OUTPUT, Kit, Part
 from quire.models.streaming import LEAST, Streaming
 from tests import random_hybrids, session_kinds, tiny
@@ -207,6 +208,38 @@ def test_a_session_goes_on_under_every_other_plan(kind: str, tmp_path: Path) -> 
                     assert session.append(IDS[33:]).position == 40
                     assert np.array_equal(session.logits(), logits)
                     llm.memory.audit()
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "recurrent"])
+def test_states_of_several_positions_come_together(kind: str, tmp_path: Path) -> None:
+    """A device that folds logs at positions leaves its states elsewhere than another one does."""
+    path = session_kinds.write(kind, tmp_path)
+    split: dict[str, Any] = {"device": "cpu:1", "n_ctx": session_kinds.N_CTX, **ROOM}
+    with quire.load(path, **ROOM) as llm:
+        counts, wanted = range(1, llm.model.n_layers + 2), llm.logits([*IDS, 7, 8])[-2:]
+    with quire.load(path, n_gpu_layers=3, **split) as llm:
+        mine = [g for g in llm.engine.memory.groups if g.kind == "recurrent"]
+        last: Any = next(group for group in mine if group.device.name == "cpu:1")
+        last._pools = StatePools(last.layout, last.states, last.logs, True)
+        session = llm.session()
+        for at, end in ((0, 19), (19, 20), (20, 39)):
+            session.append(IDS[at:end])
+        at = {g.name: llm.engine.memory.by_group(llm.engine.memory.tables(session.sequence.id))
+              [g.name].position for g in mine}  # fmt: skip
+        assert len(mine) == 2 and len(set(at.values())) == 2
+        session.checkpoint("mark")
+        session.append([IDS[39], 7])
+        session.save(tmp_path / "s.quire")
+    for n in counts:
+        with (
+            quire.load(path, n_gpu_layers=n, **split) as llm,
+            llm.open(tmp_path / "s.quire", strict=True) as session,
+        ):
+            assert np.array_equal(session.logits(), wanted[0])
+            assert np.array_equal(session.append([8]).logits(), wanted[1])
+            session.rewind("mark")
+            assert np.array_equal(session.append([IDS[39], 7, 8]).logits(), wanted[1])
+            llm.memory.audit()
 
 
 def test_a_session_of_other_devices_says_that_its_bits_differ(tmp_path: Path) -> None:

@@ -72,9 +72,8 @@ class Regrouping:
         return state, counts
 
     def _joined(self, tables: Any, groups: Sequence[AnyGroup]) -> dict[str, Any]:
-        if not isinstance(tables, dict) or tables.keys() != {
-            o.name for o in self._from.written(groups)
-        }:
+        names = {one.name for one in self._from.written(groups)}
+        if not isinstance(tables, dict) or tables.keys() != names:
             self._container.refuse("a sequence or checkpoint has not one table in each group")
         return {group.name: self._table(group, tables) for group in groups}
 
@@ -143,9 +142,8 @@ class Regrouping:
 
     def _kept(self, kept: Any, left_out: Sequence[AnyGroup]) -> Any:
         """What a sequence must hold in groups that are left out: the same in those of one kind."""
-        if not isinstance(kept, dict) or kept.keys() != {
-            o.name for o in self._from.written(left_out)
-        }:
+        names = {one.name for one in self._from.written(left_out)}
+        if not isinstance(kept, dict) or kept.keys() != names:
             self._container.refuse(
                 "a sequence does not say what it holds in the groups that are left out"
             )
