@@ -63,7 +63,10 @@ class LLM(Generating):
         started = time.perf_counter()
         self.settings = settings
         with ExitStack() as failed:  # what was taken goes back if the load does not come to its end
-            with open_weights(path) as file:
+            self._streams = ExitStack()
+            failed.callback(self._streams.close)
+            with ExitStack() as opened:
+                file = opened.enter_context(open_weights(path))
                 self.architecture = architecture_of(file)
                 super().__init__(tokenizer_of(file), path)
                 self.pooling = pooling_of(file) or "last"
@@ -80,9 +83,7 @@ class LLM(Generating):
                 self.model = blueprint.load(progress)
                 self.fingerprint = blueprint.fingerprint()
                 """Which weights these are, as loaded; files of sessions only go with the same."""
-            self._streams = ExitStack()
-            failed.callback(self._streams.close)
-            self._streaming = self._stream()
+                self._streaming = self._stream(opened)
             self.device = self._placed.devices[0]
             """That with the output."""
             self.budget, self.ops = self.device.budget, self.device.ops
@@ -99,17 +100,20 @@ class LLM(Generating):
         self.loop = Loop(self.engine, beside.loop.seat if beside else None)
         self.load_s = time.perf_counter() - started
 
-    def _stream(self) -> Streaming | None:
-        """Lets long prompts run networks of the host on a GPU, where that may change bits."""
+    def _stream(self, opened: ExitStack) -> Streaming | None:
+        """Lets long prompts run networks of the host on a GPU, where that may change bits.
+
+        The file stays open then: what is read again has to be what was loaded.
+        """
         size, budget = self._placed.streaming_bytes, self._placed.devices[0].budget
         if not size:
             return None
         use = "weights that pass through"
         budget.reserve(size, use)
+        self._streams.push(opened.pop_all())
         room = self._streams.enter_context(ExitStack())  # once it is used it counts as arrays
         room.callback(budget.release, size, use)
-        file = self._streams.enter_context(open_weights(self.path))
-        streaming = self._placed.stream(self.model, file, room.close)
+        streaming = self._placed.stream(self.model, room.close)
         self._streams.callback(streaming.close)
         return streaming
 

@@ -69,12 +69,12 @@ class Placed:
         name = self.devices[0].name
         return next(one.streaming for one in self._found.devices if one.device.name == name)
 
-    def stream(self, model: Model, file: WeightFile, begins: Callable[[], None]) -> Streaming:
-        """Lets long prompts run networks of the host on the first device, from an open file."""
+    def stream(self, model: Model, begins: Callable[[], None]) -> Streaming:
+        """Lets long prompts run networks of the host on the first device; the file stays open."""
         from quire.models.streaming import Streaming
 
         host = next(device for device in self.devices if device.name == HOST)
-        streaming = Streaming(self.blueprint.kit(file, self.devices[0].ops), host.ops, begins)
+        streaming = Streaming(self.blueprint.kit(self.devices[0].ops), host.ops, begins)
         model.stream(streaming)
         return streaming
 

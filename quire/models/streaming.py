@@ -13,9 +13,10 @@ rounded otherwise than a CPU's, so this is for who does without `exact_batches`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from time import perf_counter
 
+from quire.errors import QuireError
 from quire.models.layers import Network
 from quire.models.loader import Kit
 from quire.ops import Array, Ops
@@ -36,6 +37,7 @@ class Streaming:
         self._networks: list[Network] = []
         self._next: tuple[int, Future[Network]] | None = None
         self._thread = ThreadPoolExecutor(1, "quire-streaming")
+        self._stopped = False
         self.runs = 0
         """Networks that were streamed so far."""
         self.host_s = 0.0
@@ -53,7 +55,7 @@ class Streaming:
 
     def worth(self, rows: int) -> bool:
         """Whether so many rows are sooner done on the GPU, as far as is known."""
-        if rows < LEAST or not self.host_s:
+        if rows < LEAST or not self.host_s or self._stopped:
             return False
         return self.gpu_s * self._trust < self.host_s * rows
 
@@ -68,8 +70,15 @@ class Streaming:
             self.host_s = _smooth(self.host_s, seconds / rows)
             self._trust *= _FADING
 
-    def take(self, at: int) -> Network:
-        """A network on the GPU; the one behind it is sent for."""
+    def take(self, at: int) -> Network | None:
+        """A network on the GPU; the one behind it is sent for. None, for good, if that fails."""
+        try:
+            return self._taken(at)
+        except (QuireError, OSError, MemoryError):  # a file that was cut: the host has its weights
+            self._stopped, self._next = True, None
+            return None
+
+    def _taken(self, at: int) -> Network:
         if not self.runs:
             self._begins()
         if self._next is None or self._next[0] != at:
@@ -84,7 +93,7 @@ class Streaming:
 
     def _drop(self) -> None:
         if self._next is not None:
-            self._next[1].result()  # it may be half there
+            wait([self._next[1]])  # it may be half there
             self._next = None
 
     def close(self) -> None:
@@ -107,8 +116,7 @@ class Streamed:
         """x + network(norm(x)), wherever that is sooner done."""
         s, rows = self._streaming, x.shape[0]
         start = perf_counter()
-        if s.worth(rows):
-            there = s.take(self._at)
+        if s.worth(rows) and (there := s.take(self._at)):
             x = cross(there.add_to(cross(x, s.host, s.ops)), s.ops, s.host)
             s.measured(rows, perf_counter() - start, on_gpu=True)
         else:

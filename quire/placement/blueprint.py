@@ -125,11 +125,10 @@ class Blueprint:
         assert model.weight_bytes == self.weight_bytes, (model.weight_bytes, self.weight_bytes)
         return model
 
-    def kit(self, file: WeightFile, ops: Ops) -> Kit:
-        """What parts of the model are made with on one device, from the same file opened again."""
+    def kit(self, ops: Ops) -> Kit:
+        """What parts of the model are made with again on one device; the file must be open."""
         s = self._settings
-        seen = truncated(file, s.n_layer_exit, s.moe_n_expert)
-        return Kit(ops, TensorLoader(seen, ops, 0, None, s.quantize), s.type_k, s.type_v)
+        return Kit(ops, TensorLoader(self._file, ops, 0, None, s.quantize), s.type_k, s.type_v)
 
     def fingerprint(self) -> str:
         """Which weights were loaded, and what they were turned into; after `load`."""

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import quire
-from quire.errors import QuireError, SessionFileError
+from quire.errors import FileError, QuireError, SessionFileError
 from quire.memory.groups.state_pools import StatePools
+from quire.models.layers import GatedNetwork
 from quire.models.loader import DOWN, EXPERTS, MIXER, OUTPUT, Kit, Part
 from quire.models.streaming import LEAST, Streaming
 from tests import random_hybrids, session_kinds, tiny
@@ -287,6 +288,22 @@ def test_weights_pass_through_for_long_prompts(kind: str, tmp_path: Path) -> Non
             assert np.array_equal(llm.logits(ids[:20]), wanted[:20]) and not sent
             llm.memory.audit()
         assert {d.budget.used for d in llm.devices} == {0}
+
+
+def test_a_file_that_cannot_be_read_again_stays_on_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut(*_: object) -> None:
+        raise FileError("it was cut")
+
+    path = session_kinds.write("dense", tmp_path)
+    split: dict[str, Any] = {"device": "cpu:1", "n_gpu_layers": 2, **ROOM, "exact_batches": False}
+    with quire.load(path, **split) as llm:
+        monkeypatch.setattr(GatedNetwork, "again", cut)
+        first = llm.logits(IDS * 3)
+        assert np.array_equal(llm.logits(IDS * 3), first)
+        found = llm._streaming
+        assert found is not None and not found.runs and not found.worth(10**6)
 
 
 def test_the_faster_way_is_found_by_measuring() -> None:
