@@ -24,7 +24,7 @@ def find_devices(settings: LoadConfig) -> list[Described]:
     `device="reference"` alone is a host of its own: only with n_gpu_layers is it one beside it.
     So are parts of the host under other names, such as cpu:1, each with threads and a budget.
     """
-    names = settings.device.split(",")
+    names = ["cuda:0" if name == "cuda" else name for name in settings.device.split(",")]
     if names == ["reference"] and settings.n_gpu_layers == "auto":
         return [_described("reference", settings)]
     if names == ["auto"]:

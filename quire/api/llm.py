@@ -84,6 +84,8 @@ class LLM(Generating):
                 self.fingerprint = blueprint.fingerprint()
                 """Which weights these are, as loaded; files of sessions only go with the same."""
                 self._streaming = self._stream(opened)
+            for device in self._placed.devices:
+                device.ops.trim()  # what packing took
             self.device = self._placed.devices[0]
             """That with the output."""
             self.budget, self.ops = self.device.budget, self.device.ops

@@ -58,7 +58,7 @@ class Placed:
         names = {device.name: device for device in self.devices}
         for part, size in part_bytes.items():
             at = self._found.device_of(part) if self.split and self._found else ""
-            sizes[names.get(at, self.devices[0])] += size
+            sizes[names[at] if at else self.devices[0]] += size
         return sizes
 
     @property
