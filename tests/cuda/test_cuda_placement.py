@@ -106,7 +106,7 @@ def test_experts_on_the_host(away: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["tiny-dense", "tiny-hybrid", "tiny-window", "tiny-recurrent"])
+@pytest.mark.parametrize("name", ["tiny-dense", "tiny-hybrid", "tiny-window"])
 def test_a_session_moves_between_plans(name: str, tmp_path: Path) -> None:
     """Pages and states of CPU and GPU, put together anew; what follows differs by rounding."""
     path, settings = MODELS / name, {"memory_budget": "4GiB", "n_ctx": 256}
