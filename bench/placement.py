@@ -46,7 +46,9 @@ def main() -> None:
             n_layers = llm.model.n_layers
         counts = sorted({*range(0, n_layers + 2, args.every), n_layers, n_layers + 1})
         print(f"{'way':<14}{'N':>4}{'planned MB':>12}{'held MB':>10}{'splits':>8}{'tokens/s':>10}")
-        rows = [row for n in counts for row in measured(args, n, n_layers)]
+        # All on the GPU first: later on there is nothing left to pack.
+        rows = [row for n in reversed(counts) for row in measured(args, n, n_layers)]
+    rows.sort(key=lambda row: (row["way"], row["n"]))
     if args.svg:
         lines = []
         for way in WAYS:

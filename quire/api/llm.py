@@ -80,6 +80,7 @@ class LLM(Generating):
                 for device, size in self._weights.items():
                     device.budget.reserve(size, "weights")  # before any is loaded
                     failed.callback(device.budget.release, size, "weights")
+                    device.ops.expect(size)
                 self.model = blueprint.load(progress)
                 self.fingerprint = blueprint.fingerprint()
                 """Which weights these are, as loaded; files of sessions only go with the same."""

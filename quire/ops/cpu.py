@@ -106,6 +106,9 @@ class CpuOps:
         assert isinstance(x, _cpu.Array)
         return x.numpy()
 
+    def expect(self, n_bytes: int) -> None:
+        """Matrices are mapped one by one, to the byte."""
+
     def pack(self, parts: Sequence[Part]) -> Matrix:
         """One matrix from parts stacked along rows, in the tiles of this instruction set."""
         return self.cpu.pack(list(parts))

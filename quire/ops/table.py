@@ -81,6 +81,9 @@ class MatrixOps(Protocol):
     def pack(self, parts: Sequence[Part]) -> Matrix:
         """One matrix from parts stacked along rows, in the device's tile format."""
 
+    def expect(self, n_bytes: int) -> None:
+        """So many bytes of matrices are about to be packed: a device may take them in one piece."""
+
     def packed_bytes(self, parts: Sequence[tuple[int, int, int]]) -> int:
         """What `pack` would hold for parts of these ggml types, rows and columns."""
 

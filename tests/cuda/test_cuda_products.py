@@ -276,6 +276,31 @@ def test_of_equal_experts_the_lower_number_is_chosen() -> None:
     assert np.array_equal(o.numpy(into), np.zeros((1, cols)))  # expert 0 makes zeros
 
 
+def test_matrices_may_lie_in_one_piece_of_memory() -> None:
+    """The same bits wherever they lie, and the piece goes with the last of them."""
+    o, x = cuda(), cuda().array(normal(3, 96))
+    kinds = [GGMLType.F32, GGMLType.Q8_0, GGMLType.BF16, GGMLType.Q4_K] if GPU else [GGMLType.F32]
+    parts = [[part(kind, 33, 256 if kind is GGMLType.Q4_K else 96)] for kind in kinds]
+    alone = [o.pack(each) for each in parts]
+    before = o.machine.reserved
+    o.expect(sum(w.nbytes for w in alone))
+    together = [o.pack(each) for each in parts]
+    starts = [segment.q.data_ptr() for w in together for segment in w.segments]
+    assert (
+        len({segment.q.untyped_storage().data_ptr() for w in together for segment in w.segments})
+        == 1
+    )
+    assert starts == sorted(starts) and all(start % 16 == 0 for start in starts)
+    more = o.pack(parts[0])  # behind what was expected
+    o.trim()
+    for one, other in zip([*together, more], [*alone, alone[0]], strict=True):
+        if one.cols == 96:
+            same_bits(o.numpy(o.linear(x, one)), o.numpy(o.linear(x, other)))
+    del together, more, one
+    o.trim()
+    assert o.machine.reserved <= before + (4 << 20)
+
+
 def test_no_rows_and_mistakes() -> None:
     o = cuda()
     w = o.pack([part(GGMLType.F32, 8, 32)])

@@ -66,6 +66,9 @@ class Matrices(Arrays):
         super().__init__()
         self._dequantize = dequantize
 
+    def expect(self, n_bytes: int) -> None:
+        """Each matrix is an array of its own."""
+
     def pack(self, parts: Sequence[Part]) -> Matrix:
         """One matrix from parts stacked along rows."""
         need(parts, "a matrix needs at least one part")
