@@ -100,6 +100,20 @@ class Decoder:
         every = [ops.arithmetic for ops in [*used, self.ops]]
         self.arithmetic = every[0] if len(set(every)) == 1 else "; ".join(every)
 
+    def first_of(self, ops: Ops) -> int:
+        """The layer from which on everything is on this device; n_layers if the last is not."""
+        first = self.n_layers
+        for mixer, network in reversed(self.layers):
+            within = (mixer.ops, *(network.ops_within if network else ()))
+            if any(each is not ops for each in within):
+                break
+            first -= 1
+        return first
+
+    def groups_before(self, layer: int) -> set[str]:
+        """The groups of memory that the layers before this one have."""
+        return {mixer.group for mixer, _ in self.layers[:layer]}
+
     def stream(self, streaming: Streaming) -> None:
         """Lets long prompts run networks of the host elsewhere."""
         self.layers = [
@@ -117,14 +131,18 @@ class Decoder:
         """The batch's tokens as rows of the model's width."""
         return self._enter.embed(self._embedding, batch.tokens, self._scale)
 
-    def run(self, x: Array, batch: Batch, start: int, stop: int) -> Array:
-        """x after layers start … stop-1, in place on one device; each rope's table is made once."""
-        tables: list[Array | None] = []
-        for rope, ops in self._ropes:
-            table = None if rope is None else ops.rope_table(rope, batch.positions)
-            tables.append(table)
-        groups, here = batch.groups, self.ops_after[start]
-        for ops, mix, group, at, there, add in self._calls[start:stop]:
+    def run(self, x: Array, batch: Batch, start: int, stop: int, on: Ops | None = None) -> Array:
+        """x after layers start … stop-1, in place on one device; each rope's table is made once.
+
+        x is where the layer before left it, or where it is said to be.
+        """
+        calls = self._calls[start:stop]
+        tables: dict[int, Array | None] = {}
+        for at in {call[3] for call in calls}:
+            rope, ops = self._ropes[at]
+            tables[at] = None if rope is None else ops.rope_table(rope, batch.positions)
+        groups, here = batch.groups, on or self.ops_after[start]
+        for ops, mix, group, at, there, add in calls:
             if ops is not here:
                 x = cross(x, here, ops)
             mix(x, groups[group], tables[at])

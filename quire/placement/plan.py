@@ -196,14 +196,15 @@ def lay_out(
     """What each device takes when every part is where it is said to be."""
     found = []
     drafts = places[Part(OUTPUT)]  # a draft model is where the output is
-    records = len(set(places.values())) == 1  # a device with the whole model records its steps
+    last = Part(MIXER, model.n_layers - 1)  # where this is the output's device, steps are recorded
     for at, device in enumerate(devices):
         here = tuple(part for part, place in places.items() if place == at)
         extra = draft_bytes(draft, device, load) if draft and at == drafts else 0
         found.append(DevicePlan(
             device, here, _weights(model, device.kind, here), _memory(model, device, here, load),
             model.compute(device.kind, frozenset(here)) if here else 0,
-            device.libraries if here else 0, device.graphs if here and records else 0, extra,
+            device.libraries if here else 0,
+            device.graphs if at == drafts == places[last] else 0, extra,
             _streaming(model, device.kind, places, len(devices) - 1)
             if load.streams and at == drafts else 0,
         ))  # fmt: skip
