@@ -55,6 +55,8 @@ class Runner:
         # The first device may run whole steps by itself, or what is left of them from a layer on.
         self._first = model.first_of(self.ops) if len(devices) > 1 else 0
         self._before = model.groups_before(self._first)
+        self.flies = len(devices) == 1
+        """Whether a step may be launched before the tokens of the last are read."""
         rest = self._first < model.n_layers
         self.steps = self.device.steps(model, self._first) if rest else None
 
@@ -64,11 +66,6 @@ class Runner:
         self.model.close()
         for device in self.devices:
             device.ops.trim()
-
-    @property
-    def flies(self) -> bool:
-        """Whether a step may be launched before the tokens of the last are read."""
-        return len(self.devices) == 1
 
     @property
     def seconds_per_token(self) -> float:
@@ -116,21 +113,22 @@ class Runner:
         start = perf_counter()
         batch = self._batch(ubatch, self._before)
         x = self.model.run(self.model.embed(batch), batch, 0, self._first)
-        self._measure(start, len(ubatch.tokens))
+        if len(ubatch.tokens) >= _PROMPT:
+            self._timed(perf_counter() - start, len(ubatch.tokens))
         return cross(x, self.model.ops_after[self._first], self.ops)
 
-    def _measure(self, start: float, n_tokens: int) -> None:
+    def _timed(self, seconds: float, n_tokens: int) -> None:
         """Notes how long a prompt took."""
-        if n_tokens >= _PROMPT:
-            now = (perf_counter() - start) / n_tokens
-            self._seconds_per_token = (self._seconds_per_token or now) * 0.7 + now * 0.3
+        now = seconds / n_tokens
+        self._seconds_per_token = (self._seconds_per_token or now) * 0.7 + now * 0.3
 
     def forward(self, plan: Plan, lease: Lease) -> Array:
         """Logits of the rows that the plan wants."""
         start = perf_counter()
         x = self._with_exit(plan, lease) if plan.exit_after else self.run(lease.ubatch)
         logits = self.logits(x, plan.wanted_rows(), self.model.n_layers)
-        self._measure(start, len(lease.ubatch.tokens))
+        if len(lease.ubatch.tokens) >= _PROMPT:
+            self._timed(perf_counter() - start, len(lease.ubatch.tokens))
         return logits
 
     def forward_rows(self, lease: Lease, rows: Any) -> Array:

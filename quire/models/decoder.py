@@ -84,15 +84,15 @@ class Decoder:
 
     def _list_calls(self) -> None:
         """What `run` calls for each layer, found once; ropes are shared by many layers."""
-        self._ropes: list[tuple[Any, Ops]] = []
+        self._ropes: list[Any] = []
         self._calls = []
         self.ops_after = [self._enter]
         used = [self._enter]
         for mixer, network in self.layers:
-            at = next((i for i, (rope, _) in enumerate(self._ropes) if rope is mixer.rope), -1)
+            at = next((i for i, rope in enumerate(self._ropes) if rope is mixer.rope), -1)
             if at < 0:
                 at = len(self._ropes)
-                self._ropes.append((mixer.rope, mixer.ops))
+                self._ropes.append(mixer.rope)
             add, there = (network.add_to, network.ops) if network else (None, mixer.ops)
             used += [mixer.ops, *(network.ops_within if network else ()), there]
             self._calls.append((mixer.ops, mixer.add_to, mixer.group, at, there, add))
@@ -136,13 +136,12 @@ class Decoder:
 
         x is where the layer before left it, or where it is said to be.
         """
-        calls = self._calls[start:stop]
         tables: dict[int, Array | None] = {}
-        for at in {call[3] for call in calls}:
-            rope, ops = self._ropes[at]
-            tables[at] = None if rope is None else ops.rope_table(rope, batch.positions)
         groups, here = batch.groups, on or self.ops_after[start]
-        for ops, mix, group, at, there, add in calls:
+        for ops, mix, group, at, there, add in self._calls[start:stop]:
+            if at not in tables:
+                rope = self._ropes[at]
+                tables[at] = None if rope is None else ops.rope_table(rope, batch.positions)
             if ops is not here:
                 x = cross(x, here, ops)
             mix(x, groups[group], tables[at])
