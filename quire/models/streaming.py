@@ -44,7 +44,7 @@ class Streaming:
         """Seconds of a row on the host; 0 before it was measured."""
         self.gpu_s = 0.0
         """Seconds of a network that is streamed, with all its rows."""
-        self._trust = 1.0
+        self._trust = 1.0  # in that figure: it fades while the host is taken
 
     def wrap(self, network: Network) -> Network:
         """A network that may be run on the GPU, if all of it is on the host."""
