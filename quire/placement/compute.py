@@ -21,7 +21,7 @@ from quire.weights.file import WeightFile
 
 PROMPT = 512
 """Tokens of a step, at most; that of the engine's scheduler."""
-_SLACK = {"cuda": 32 << 20}
+_SLACK = {"cuda": 24 << 20}
 """What torch takes besides, in the pieces in which it asks for memory."""
 
 
