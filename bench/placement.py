@@ -2,10 +2,12 @@
 
     python bench/placement.py MODEL [--device cuda] [--tokens 64] [--rounds 3] [--svg FILE]
 
-Output first is what `n_gpu_layers` does: the output, then layers from the last on. Output last
-puts it on the host until all layers are on the GPU. For each: bytes on the GPU by the plan and as
-held, how often activations change device, and tokens per second of one sequence (the median of
-alternating rounds). Ends with one JSON line; the chart shows speed against bytes.
+MODEL is a path, or a made-up model such as 4B-Q4_K_M or hybrid-Q8_0 (see _made_up.py). Output first
+is what `n_gpu_layers` does: the output, then layers from the last on. Output last puts it on the
+host until all layers are on the GPU. For each: bytes on the GPU by the plan and as held, how often
+activations change device, and tokens per second of one sequence (the median of rounds in turns).
+Matrices stay on both sides from one load to the next, and are not packed again. Ends with one JSON
+line; the chart shows speed against bytes.
 """
 
 from __future__ import annotations
@@ -14,14 +16,15 @@ import argparse
 import json
 import statistics
 import time
+from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from _made_up import Shared, load
 from _plot import Line, chart
 
-import quire
-
-PROMPT = list(range(5, 69))
+PROMPT = list(range(5, 21))
 WAYS = ("output first", "output last")
 
 
@@ -36,16 +39,16 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="only every so many layers")
     parser.add_argument("--svg", type=Path)
     args = parser.parse_args()
-    with quire.load(args.model, device="cpu", n_ctx=args.n_ctx) as llm:
-        n_layers = llm.model.n_layers
-    counts = sorted({*range(0, n_layers + 2, args.every), n_layers, n_layers + 1})
-    rows = [row for n in counts for row in measured(args, n, n_layers)]
-    print(f"{'way':<14}{'N':>4}{'planned MB':>12}{'held MB':>10}{'splits':>8}{'tokens/s':>10}")
-    for row in rows:
-        print(
-            f"{row['way']:<14}{row['n']:>4}{row['planned'] / 1e6:>12.1f}{row['held'] / 1e6:>10.1f}"
-            f"{row['splits']:>8}{row['tokens_per_second']:>10.1f}"
-        )
+    start = time.perf_counter()
+    # Matrices of the host and of its parts cannot be told apart.
+    with Shared() if args.device.startswith("cuda") else nullcontext():
+        with load(args.model, device="cpu", n_ctx=args.n_ctx) as llm:
+            n_layers = llm.model.n_layers
+        counts = sorted({*range(0, n_layers + 2, args.every), n_layers, n_layers + 1})
+        print(f"{'way':<14}{'N':>4}{'planned MB':>12}{'held MB':>10}{'splits':>8}{'tokens/s':>10}")
+        # All on the GPU first: later on there is nothing left to pack.
+        rows = [row for n in reversed(counts) for row in measured(args, n, n_layers)]
+    rows.sort(key=lambda row: (row["way"], row["n"]))
     if args.svg:
         lines = []
         for way in WAYS:
@@ -53,7 +56,9 @@ def main() -> None:
             xs = [row["held"] / 1e9 for row in mine]
             lines.append(Line(way, xs, [row["tokens_per_second"] for row in mine]))
         chart(args.svg, args.model, "GB on the GPU", "tokens/s", lines)
-    print(json.dumps({"model": args.model, "rows": rows, "gains": gains(rows)}))
+    seconds = round(time.perf_counter() - start, 1)
+    found = {"grows": grows(rows), "gains": gains(rows), "seconds": seconds}
+    print(json.dumps({"model": args.model, **found, "rows": rows}))
 
 
 def settings_of(args: argparse.Namespace, way: str, n: int, n_layers: int) -> dict[str, Any]:
@@ -65,13 +70,14 @@ def settings_of(args: argparse.Namespace, way: str, n: int, n_layers: int) -> di
 
 
 def measured(args: argparse.Namespace, n: int, n_layers: int) -> list[dict[str, Any]]:
-    """Both ways with n layers, in turns."""
+    """Both ways with n layers, in turns; they are one where there is nothing or all on the GPU."""
+    ways = WAYS if 0 < n <= n_layers else WAYS[:1]
     found: dict[str, dict[str, Any]] = {}
-    speeds: dict[str, list[float]] = {way: [] for way in WAYS}
+    speeds: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(args.rounds):
-        for way in WAYS:
-            with quire.load(args.model, **settings_of(args, way, n, n_layers)) as llm:
-                llm.generate(PROMPT, max_tokens=8, ignore_eos=True)
+        for way in ways:
+            with load(args.model, **settings_of(args, way, n, n_layers)) as llm:
+                llm.generate(PROMPT, max_tokens=2, ignore_eos=True)
                 start = time.perf_counter()
                 done = llm.generate(PROMPT, max_tokens=args.tokens, ignore_eos=True)
                 speeds[way].append(len(done.token_ids) / (time.perf_counter() - start))
@@ -82,17 +88,42 @@ def measured(args: argparse.Namespace, n: int, n_layers: int) -> list[dict[str, 
                     "planned": sum(d.total for d in there),
                     "held": sum(d.budget.used for d in llm.devices if d.name in names),
                 }  # fmt: skip
-    for way, row in found.items():
-        row["tokens_per_second"] = statistics.median(speeds[way])
-    return list(found.values())
+    rows = [{**row, "tokens_per_second": statistics.median(speeds[way])}
+            for way, row in found.items()]  # fmt: skip
+    if len(ways) == 1:
+        rows.append(rows[0] | {"way": WAYS[1]})
+    for row in rows:
+        print(
+            f"{row['way']:<14}{row['n']:>4}{row['planned'] / 1e6:>12.1f}{row['held'] / 1e6:>10.1f}"
+            f"{row['splits']:>8}{row['tokens_per_second']:>10.1f}",
+            flush=True,
+        )
+    return rows
+
+
+def grows(rows: list[dict[str, Any]]) -> bool:
+    """Whether output first takes more bytes of the GPU with every N."""
+    sizes = [row["planned"] for row in rows if row["way"] == WAYS[0]]
+    return all(a < b for a, b in pairwise(sizes))
 
 
 def gains(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """How many times faster output first is with the same N, at the median and at best."""
-    first = {row["n"]: row["tokens_per_second"] for row in rows if row["way"] == WAYS[0]}
-    last = {row["n"]: row["tokens_per_second"] for row in rows if row["way"] == WAYS[1]}
-    ratios = sorted(first[n] / last[n] for n in first if last.get(n))
-    return {"median": statistics.median(ratios), "most": ratios[-1]}
+    """How many times faster output first is with the same N, at the median and at best.
+
+    And at equal bytes: against the fastest output last that holds no more, at the median.
+    """
+    first, last = ([row for row in rows if row["way"] == way] for way in WAYS)
+    by_n = {row["n"]: row["tokens_per_second"] for row in last}
+    ratios = sorted(row["tokens_per_second"] / by_n[row["n"]] for row in first)
+    equal = []
+    for row in first:
+        others = [o["tokens_per_second"] for o in last if o["held"] <= row["held"]]
+        if row["n"] and others:
+            equal.append(row["tokens_per_second"] / max(others))
+    return {
+        "median": statistics.median(ratios), "most": ratios[-1],
+        "median at equal bytes": statistics.median(equal) if equal else 1.0,
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

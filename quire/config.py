@@ -167,7 +167,7 @@ class LoadConfig:
         """The budget that was asked for, for this device or for each."""
         asked = self.memory_budget
         if isinstance(asked, Mapping):
-            asked = asked.get(device)
+            asked = asked.get(device, asked.get(device.removesuffix(":0")))
         return None if asked is None else parse_bytes(asked)
 
     def swap_bytes(self) -> int:

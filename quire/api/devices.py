@@ -11,11 +11,9 @@ from quire.errors import RequestError
 from quire.memory.tiers.pinned import PinnedTier
 from quire.memory.tiers.tiers import Tier
 from quire.ops import Refused
-from quire.placement.described import Described, described, kind_of
+from quire.placement.described import CODE, Described, described, kind_of
 
 HOST = "cpu"
-_LIBRARIES = 256 << 20
-"""Of a GPU that was asked what it has free: its context is there, the code of kernels is not."""
 
 
 def find_devices(settings: LoadConfig) -> list[Described]:
@@ -24,7 +22,7 @@ def find_devices(settings: LoadConfig) -> list[Described]:
     `device="reference"` alone is a host of its own: only with n_gpu_layers is it one beside it.
     So are parts of the host under other names, such as cpu:1, each with threads and a budget.
     """
-    names = settings.device.split(",")
+    names = ["cuda:0" if name == "cuda" else name for name in settings.device.split(",")]
     if names == ["reference"] and settings.n_gpu_layers == "auto":
         return [_described("reference", settings)]
     if names == ["auto"]:
@@ -43,7 +41,8 @@ def _described(name: str, settings: LoadConfig) -> Described:
         from quire.devices.cuda import free_bytes
 
         free, total, integrated = free_bytes(_index(name))
-        found = replace(described(name, free, total, integrated), libraries=_LIBRARIES)
+        # It was asked: its context is there, the code of kernels is not.
+        found = replace(described(name, free, total, integrated), libraries=CODE)
     else:
         found = described(name, available_memory(), unified=name != HOST)
         found = replace(found, margin=max(found.free - settings.budget_bytes(name), 0))

@@ -9,6 +9,7 @@ from collections.abc import Sequence as Seq
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +43,9 @@ from quire.models.registry import architecture_of, open_weights
 from quire.placement.plan import Plan
 from quire.weights.defaults import chat_sampling_of, pooling_of
 
+if TYPE_CHECKING:
+    from quire.models.streaming import Streaming
+
 _WORTH_SHARING = 4
 """Fewer tokens are sooner computed than the page they lie in is copied."""
 
@@ -59,7 +63,10 @@ class LLM(Generating):
         started = time.perf_counter()
         self.settings = settings
         with ExitStack() as failed:  # what was taken goes back if the load does not come to its end
-            with open_weights(path) as file:
+            self._streams = ExitStack()
+            failed.callback(self._streams.close)
+            with ExitStack() as opened:
+                file = opened.enter_context(open_weights(path))
                 self.architecture = architecture_of(file)
                 super().__init__(tokenizer_of(file), path)
                 self.pooling = pooling_of(file) or "last"
@@ -73,9 +80,13 @@ class LLM(Generating):
                 for device, size in self._weights.items():
                     device.budget.reserve(size, "weights")  # before any is loaded
                     failed.callback(device.budget.release, size, "weights")
+                    device.ops.expect(size)
                 self.model = blueprint.load(progress)
                 self.fingerprint = blueprint.fingerprint()
                 """Which weights these are, as loaded; files of sessions only go with the same."""
+                self._streaming = self._stream(opened)
+            for device in self._placed.devices:
+                device.ops.trim()  # what packing took
             self.device = self._placed.devices[0]
             """That with the output."""
             self.budget, self.ops = self.device.budget, self.device.ops
@@ -91,6 +102,23 @@ class LLM(Generating):
             failed.pop_all()
         self.loop = Loop(self.engine, beside.loop.seat if beside else None)
         self.load_s = time.perf_counter() - started
+
+    def _stream(self, opened: ExitStack) -> Streaming | None:
+        """Lets long prompts run networks of the host on a GPU, where that may change bits.
+
+        The file stays open then: what is read again has to be what was loaded.
+        """
+        size, budget = self._placed.streaming_bytes, self._placed.devices[0].budget
+        if not size:
+            return None
+        use = "weights that pass through"
+        budget.reserve(size, use)
+        self._streams.push(opened.pop_all())
+        room = self._streams.enter_context(ExitStack())  # once it is used it counts as arrays
+        room.callback(budget.release, size, use)
+        streaming = self._placed.stream(self.model, room.close)
+        self._streams.callback(streaming.close)
+        return streaming
 
     @property
     def plan(self) -> Plan:
@@ -202,6 +230,7 @@ class LLM(Generating):
     def _close(self) -> None:
         if not self.engine.closed:
             self.loop.close()
+            self._streams.close()
             self.engine.runner.close()
             for device, size in self._weights.items():
                 device.budget.release(size, "weights")

@@ -74,7 +74,8 @@ def load(
     activations: "f32" computes exactly and more slowly.
     quantize: turns 16-bit and 32-bit matrices into "q8_0" or "q4_0" while they are loaded.
     exact_batches: bits depend on nothing but the tokens, whoever is computed beside them; False
-        lets GPUs compute prompts faster, and `Completion.exact_batches` says so.
+        lets GPUs compute prompts faster, those of layers on the host among them, and
+        `Completion.exact_batches` says so.
     progress: called with the bytes that are loaded and all bytes.
     beside: a loaded model; this one takes its memory from the same budget, and may draft for it.
     """

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-from quire.api.devices import budget_of, device_of, find_devices
+from quire.api.devices import HOST, budget_of, device_of, find_devices
 from quire.config import LoadConfig
 from quire.devices.budget import Budget
 from quire.devices.device import Device
 from quire.models.loader import Part, Place
-from quire.models.registry import open_weights
+from quire.models.registry import Model, open_weights
 from quire.ops import Ops
 from quire.placement.blueprint import Blueprint
 from quire.placement.compute import compute_of, rehearse
@@ -21,6 +22,9 @@ from quire.placement.fit import fit
 from quire.placement.plan import Load, Plan, lay_out
 from quire.placement.wanted import DoesNotFit, Wanted
 from quire.weights.file import WeightFile
+
+if TYPE_CHECKING:
+    from quire.models.streaming import Streaming
 
 
 @dataclass(frozen=True)
@@ -54,8 +58,25 @@ class Placed:
         names = {device.name: device for device in self.devices}
         for part, size in part_bytes.items():
             at = self._found.device_of(part) if self.split and self._found else ""
-            sizes[names.get(at, self.devices[0])] += size
+            sizes[names[at] if at else self.devices[0]] += size
         return sizes
+
+    @property
+    def streaming_bytes(self) -> int:
+        """What the first device has room for to run networks of the host; 0 where it never does."""
+        if not self.split or self._found is None:
+            return 0
+        name = self.devices[0].name
+        return next(one.streaming for one in self._found.devices if one.device.name == name)
+
+    def stream(self, model: Model, begins: Callable[[], None]) -> Streaming:
+        """Lets long prompts run networks of the host on the first device; the file stays open."""
+        from quire.models.streaming import Streaming
+
+        host = next(device for device in self.devices if device.name == HOST)
+        streaming = Streaming(self.blueprint.kit(self.devices[0].ops), host.ops, begins)
+        model.stream(streaming)
+        return streaming
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -162,6 +183,7 @@ def wanted_of(settings: LoadConfig, checkpoints: int = 0) -> Wanted:
         n_gpu_layers=asked if isinstance(asked, int) else None, n_cpu_moe=settings.n_cpu_moe,
         tensor_split=settings.shares(), main_gpu=settings.main_gpu,
         overrides=settings.overrides(), kv_offload=settings.kv_offload, fit=settings.fit,
+        streams=not settings.exact_batches,
     )  # fmt: skip
 
 

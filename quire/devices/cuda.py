@@ -175,8 +175,8 @@ class CudaDevice(Device):
         self.copier = self.machine.copier
         super().__init__(f"cuda:{index}", budget, ops or _ops(index, exact_batches))
 
-    def steps(self, model: Any) -> Steps:
-        return CudaSteps(self, model)
+    def steps(self, model: Any, first: int = 0) -> Steps:
+        return CudaSteps(self, model, first)
 
     def _backing(self, page_bytes: int, max_pages: int, demand_paged: bool) -> Backing:
         return CudaBacking(self.machine, page_bytes, max_pages, demand_paged)
@@ -185,11 +185,11 @@ class CudaDevice(Device):
 class CudaSteps:
     """Whole steps as captured graphs; see `quire.ops.cuda.steps`."""
 
-    def __init__(self, device: CudaDevice, model: Any) -> None:
+    def __init__(self, device: CudaDevice, model: Any, first: int) -> None:
         from quire.ops.cuda import steps
 
         self._device, self._group = device, steps.Group
-        self._steps = steps.Steps(model, device.ops)
+        self._steps = steps.Steps(model, device.ops, first)
 
     @property
     def seconds_per_token(self) -> float:
@@ -201,13 +201,13 @@ class CudaSteps:
 
     def run(
         self, tokens: Int32, positions: Int32, seq_rows: Int32, views: Mapping[str, Any],
-        rows: Int32, draws: Draws, sources: Int32 | None,
+        rows: Int32, draws: Draws, sources: Int32 | None, x: Array | None = None,
     ) -> tuple[Array, Drawn] | None:  # fmt: skip
         groups = {}
         for name, view in views.items():
             bound = self._device.bound(name)
             groups[name] = self._group(view, bound.bases, bound.layout.by_layer)
-        return self._steps.run(tokens, positions, seq_rows, groups, rows, draws, sources)
+        return self._steps.run(tokens, positions, seq_rows, groups, rows, draws, sources, x)
 
 
 def free_bytes(index: int = 0) -> tuple[int, int, bool]:

@@ -168,12 +168,12 @@ class Steps(Protocol):
 
     def run(
         self, tokens: Int32, positions: Int32, seq_rows: Int32, views: Mapping[str, Any],
-        rows: Int32, draws: Draws, sources: Int32 | None,
+        rows: Int32, draws: Draws, sources: Int32 | None, x: Array | None = None,
     ) -> tuple[Array, Drawn] | None:  # fmt: skip
         """Logits of rows, and the tokens that follow them; None where it has to be run plainly.
 
         Logits are valid until the next step. A token with a source (not -1) is the one that the
-        step before chose for that row.
+        step before chose for that row. x is what comes from layers that are elsewhere.
         """
 
 
@@ -268,8 +268,11 @@ class Device(ABC):
 
     # -- what kernels of a step see ---------------------------------------------------------------
 
-    def steps(self, model: Any) -> Steps | None:
-        """Whole steps of a model, where the device is told of them and works on its own."""
+    def steps(self, model: Any, first: int = 0) -> Steps | None:
+        """Whole steps of a model, where the device is told of them and works on its own.
+
+        Or what is left of them from a layer on.
+        """
         return None
 
     def bound(self, group: str) -> Bound:

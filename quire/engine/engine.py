@@ -149,7 +149,8 @@ class Engine(Sequences):
             raise
         if drawn is not None:
             self.memory.back_ahead()  # while the device computes
-        flight = Flight.of(plan, drawn) if drawn is not None and drafts is None else None
+        flies = drawn is not None and drafts is None and self.runner.flies
+        flight = Flight.of(plan, drawn) if flies and drawn is not None else None
         return Launched(plan, lease, logits, drawn, drafts, flight)
 
     def finish(self, launched: Launched | None) -> None:

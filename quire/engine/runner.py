@@ -52,8 +52,13 @@ class Runner:
         self._seconds_per_token = 0.0
         self.tokens_run = 0  # through the layers, so far
         self.drafted: DraftedInStep | None = None  # how drafts within the last such step went
-        # Where a device that has all of the model runs whole steps by itself.
-        self.steps = None if len(devices) > 1 else self.device.steps(model)
+        # The first device may run whole steps by itself, or what is left of them from a layer on.
+        self._first = model.first_of(self.ops) if len(devices) > 1 else 0
+        self._before = model.groups_before(self._first)
+        self.flies = len(devices) == 1
+        """Whether a step may be launched before the tokens of the last are read."""
+        rest = self._first < model.n_layers
+        self.steps = self.device.steps(model, self._first) if rest else None
 
     def close(self) -> None:
         """Lets go of the weights, of what the device keeps for steps, and of its arrays."""
@@ -66,6 +71,8 @@ class Runner:
     def seconds_per_token(self) -> float:
         """Of a prompt; 0 before one was computed."""
         measured = self.steps.seconds_per_token if self.steps else 0.0
+        if self._first:
+            return measured + self._seconds_per_token
         return measured or self._seconds_per_token
 
     def launch(self, plan: Plan, lease: Lease, sources: Int32 | None = None) -> Forward:
@@ -84,8 +91,12 @@ class Runner:
                 draws += [_draw(entry.sequence.generation, ahead)] * (1 + len(entry.draft))
         rows = plan.wanted_rows()
         draws += [None] * (len(rows) - len(draws))
+        x, views = None, ubatch.views
+        if self._first:
+            x = self._enter(ubatch)
+            views = {name: view for name, view in views.items() if self._here(name)}
         found = self.steps.run(
-            ubatch.tokens, ubatch.positions, ubatch.seq_rows, ubatch.views, rows, draws, sources
+            ubatch.tokens, ubatch.positions, ubatch.seq_rows, views, rows, draws, sources, x
         )
         if found is None:
             assert sources is None, "a step that follows another has its shape"
@@ -93,15 +104,31 @@ class Runner:
         self.tokens_run += len(ubatch.tokens)
         return Forward(*found)
 
+    def _here(self, group: str) -> bool:
+        """Whether a group is on the first device."""
+        return self._elsewhere.get(group, self.device) is self.device
+
+    def _enter(self, ubatch: MicroBatch) -> Array:
+        """What the layers that are elsewhere make of the tokens, on the first device."""
+        start = perf_counter()
+        batch = self._batch(ubatch, self._before)
+        x = self.model.run(self.model.embed(batch), batch, 0, self._first)
+        if len(ubatch.tokens) >= _PROMPT:
+            self._timed(perf_counter() - start, len(ubatch.tokens))
+        return cross(x, self.model.ops_after[self._first], self.ops)
+
+    def _timed(self, seconds: float, n_tokens: int) -> None:
+        """Notes how long a prompt took."""
+        now = seconds / n_tokens
+        self._seconds_per_token = (self._seconds_per_token or now) * 0.7 + now * 0.3
+
     def forward(self, plan: Plan, lease: Lease) -> Array:
         """Logits of the rows that the plan wants."""
         start = perf_counter()
         x = self._with_exit(plan, lease) if plan.exit_after else self.run(lease.ubatch)
         logits = self.logits(x, plan.wanted_rows(), self.model.n_layers)
-        n_tokens = len(lease.ubatch.tokens)
-        if n_tokens >= _PROMPT:
-            now = (perf_counter() - start) / n_tokens
-            self._seconds_per_token = (self._seconds_per_token or now) * 0.7 + now * 0.3
+        if len(lease.ubatch.tokens) >= _PROMPT:
+            self._timed(perf_counter() - start, len(lease.ubatch.tokens))
         return logits
 
     def forward_rows(self, lease: Lease, rows: Any) -> Array:
@@ -138,11 +165,13 @@ class Runner:
         batch = self._batch(lease.ubatch)
         return self.model.run(x, batch, plan.exit_after, self.model.n_layers)
 
-    def _batch(self, ubatch: MicroBatch) -> Batch:
-        """What a model sees, once what its pages need is done."""
+    def _batch(self, ubatch: MicroBatch, only: set[str] | None = None) -> Batch:
+        """What a model sees, of all groups or some, once what its pages need is done."""
         self._work(ubatch)
         groups = {}
         for name, view in ubatch.views.items():
+            if only is not None and name not in only:
+                continue
             device = self._elsewhere.get(name, self.device)
             groups[name] = device.group(name, view, ubatch.positions, ubatch.seq_rows)
         return Batch(ubatch.tokens, ubatch.positions, groups)

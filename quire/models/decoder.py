@@ -9,15 +9,18 @@ on several devices; `run` is where activations change from one to another.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from quire.models.layers import Mixer, Network, total_bytes
-from quire.models.loader import EMBEDDING, EXPERTS, MIXER, NETWORK, OUTPUT, Kit, Part
+from quire.models.loader import EMBEDDING, MIXER, OUTPUT, Kit, Part
 from quire.models.sizes import Sizes
 from quire.ops import Array, Ops
 from quire.ops.batch import Batch, cross
+
+if TYPE_CHECKING:
+    from quire.models.streaming import Streaming
 
 _KINDS = ("attention", "window", "recurrent")
 
@@ -61,13 +64,12 @@ class Decoder:
         self.part_bytes = {part: total_bytes(matrices) for part, matrices in ends.items()}
         for i, (mixer, network) in enumerate(self.layers):
             self.part_bytes[Part(MIXER, i)] = mixer.nbytes
-            if network and (own := network.nbytes - network.expert_bytes):
-                self.part_bytes[Part(NETWORK, i)] = own
-            if network and network.expert_bytes:
-                self.part_bytes[Part(EXPERTS, i)] = network.expert_bytes
+            for kind, size in (network.part_bytes if network else {}).items():
+                self.part_bytes[Part(kind, i)] = size
         self.weight_bytes = sum(self.part_bytes.values())
         self.layer_bytes = tuple(
-            mixer.nbytes + (network.nbytes if network else 0) for mixer, network in self.layers
+            mixer.nbytes + sum(network.part_bytes.values() if network else ())
+            for mixer, network in self.layers
         )
 
     def _declare(self) -> None:
@@ -82,21 +84,43 @@ class Decoder:
 
     def _list_calls(self) -> None:
         """What `run` calls for each layer, found once; ropes are shared by many layers."""
-        self._ropes: list[tuple[Any, Ops]] = []
+        self._ropes: list[Any] = []
         self._calls = []
         self.ops_after = [self._enter]
         used = [self._enter]
         for mixer, network in self.layers:
-            at = next((i for i, (rope, _) in enumerate(self._ropes) if rope is mixer.rope), -1)
+            at = next((i for i, rope in enumerate(self._ropes) if rope is mixer.rope), -1)
             if at < 0:
                 at = len(self._ropes)
-                self._ropes.append((mixer.rope, mixer.ops))
+                self._ropes.append(mixer.rope)
             add, there = (network.add_to, network.ops) if network else (None, mixer.ops)
-            used += [mixer.ops, network.expert_ops if network else there, there]
+            used += [mixer.ops, *(network.ops_within if network else ()), there]
             self._calls.append((mixer.ops, mixer.add_to, mixer.group, at, there, add))
             self.ops_after.append(there)
         every = [ops.arithmetic for ops in [*used, self.ops]]
         self.arithmetic = every[0] if len(set(every)) == 1 else "; ".join(every)
+
+    def first_of(self, ops: Ops) -> int:
+        """The layer from which on everything is on this device; n_layers if the last is not."""
+        first = self.n_layers
+        for mixer, network in reversed(self.layers):
+            within = (mixer.ops, *(network.ops_within if network else ()))
+            if any(each is not ops for each in within):
+                break
+            first -= 1
+        return first
+
+    def groups_before(self, layer: int) -> set[str]:
+        """The groups of memory that the layers before this one have."""
+        return {mixer.group for mixer, _ in self.layers[:layer]}
+
+    def stream(self, streaming: Streaming) -> None:
+        """Lets long prompts run networks of the host elsewhere."""
+        self.layers = [
+            (mixer, network.streamed(streaming) if network else None)
+            for mixer, network in self.layers
+        ]
+        self._list_calls()
 
     def close(self) -> None:
         """Lets go of the weights now, whoever still holds the model; it computes nothing more."""
@@ -107,14 +131,17 @@ class Decoder:
         """The batch's tokens as rows of the model's width."""
         return self._enter.embed(self._embedding, batch.tokens, self._scale)
 
-    def run(self, x: Array, batch: Batch, start: int, stop: int) -> Array:
-        """x after layers start … stop-1, in place on one device; each rope's table is made once."""
-        tables: list[Array | None] = []
-        for rope, ops in self._ropes:
-            table = None if rope is None else ops.rope_table(rope, batch.positions)
-            tables.append(table)
-        groups, here = batch.groups, self.ops_after[start]
+    def run(self, x: Array, batch: Batch, start: int, stop: int, on: Ops | None = None) -> Array:
+        """x after layers start … stop-1, in place on one device; each rope's table is made once.
+
+        x is where the layer before left it, or where it is said to be.
+        """
+        tables: dict[int, Array | None] = {}
+        groups, here = batch.groups, on or self.ops_after[start]
         for ops, mix, group, at, there, add in self._calls[start:stop]:
+            if at not in tables:
+                rope = self._ropes[at]
+                tables[at] = None if rope is None else ops.rope_table(rope, batch.positions)
             if ops is not here:
                 x = cross(x, here, ops)
             mix(x, groups[group], tables[at])

@@ -8,8 +8,8 @@ the mixers that keep a state, `experts` the networks of several experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from quire.models.sizes import DenseSizes
 from quire.models.windows import FULL, WINDOW
 from quire.ops import SILU_MUL, Array, Heads, Matrix, Ops, Rope
 from quire.ops.batch import GroupPages
+
+if TYPE_CHECKING:
+    from quire.models.streaming import Streaming
 
 
 class Mixer(Protocol):
@@ -50,15 +53,19 @@ class Network(Protocol):
 
     ops: Ops
     """Of the device that it takes x on."""
-    nbytes: int
-    """Bytes that its matrices hold."""
-    expert_bytes: int
-    """Those of experts among them."""
-    expert_ops: Ops
-    """Of the device that these are on."""
+    part_bytes: Mapping[str, int]
+    """Bytes that its matrices hold, by kind of part."""
+    ops_within: Sequence[Ops]
+    """Of the devices that x passes, in this order."""
 
     def add_to(self, x: Array) -> Array:
         """x + network(norm(x)), in x where it can be."""
+
+    def again(self, kit: Kit) -> Network:
+        """The same made with another kit, on its device."""
+
+    def streamed(self, streaming: Streaming) -> Network:
+        """The same, but for what of it may be run on a GPU now and then."""
 
 
 def total_bytes(matrices: Iterable[Matrix]) -> int:
@@ -184,14 +191,16 @@ class GatedNetwork:
     `norm` and `post_norm` name what norms the input and, where there is such a tensor, the output.
     """
 
-    expert_bytes = 0
-
     def __init__(
         self, kit: Kit, c: DenseSizes, layer: int, *, norm: str = "ffn_norm",
         act: int = SILU_MUL, post_norm: str = "",
     ) -> None:  # fmt: skip
+        self._made: dict[str, Any] = {
+            "c": c, "layer": layer, "norm": norm, "act": act, "post_norm": post_norm
+        }  # fmt: skip
         kit = kit.at(NETWORK, layer)
-        self.ops = self.expert_ops = kit.ops
+        self.ops = kit.ops
+        self.ops_within: Sequence[Ops] = (kit.ops,)
         self._eps, self._act = c.eps, act
         load, at, ffn = kit.load, f"blk.{layer}.", c.ffn_width
         self._norm = load.vector((f"{at}{norm}.weight", c.width))
@@ -199,7 +208,7 @@ class GatedNetwork:
         self._gate_up = load.matrix(c.width, *gate_up)
         self._down = load.matrix(ffn, (f"{at}ffn_down.weight", c.width))
         self._post_norm = load.vector((f"{at}{post_norm}.weight", c.width)) if post_norm else None
-        self.nbytes = total_bytes((self._gate_up, self._down))
+        self.part_bytes: Mapping[str, int] = {NETWORK: total_bytes((self._gate_up, self._down))}
 
     def add_to(self, x: Array) -> Array:
         """x += network(norm(x))."""
@@ -211,3 +220,11 @@ class GatedNetwork:
             y = ops.network(x, *weights, self._eps, self._act)
             ops.add_norm(x, y, self._post_norm, self._eps)
         return x
+
+    def again(self, kit: Kit) -> Network:
+        """The same made with another kit."""
+        return GatedNetwork(kit, **self._made)
+
+    def streamed(self, streaming: Streaming) -> Network:
+        """The whole may be run on a GPU."""
+        return streaming.wrap(self)

@@ -36,6 +36,8 @@ OUTPUT: Final = "output"
 MIXER: Final = "mixer"
 NETWORK: Final = "network"
 EXPERTS: Final = "experts"
+DOWN: Final = "experts' down"
+"""The last matrix of experts, which may be on another device than their first ones."""
 
 
 class Part(NamedTuple):

@@ -18,6 +18,7 @@ from quire.weights.gguf import GGUF
 from quire.weights.split import with_parts
 
 if TYPE_CHECKING:
+    from quire.models.streaming import Streaming
     from quire.weights.naming import HFConfig, Naming
 
 # GGUF's name of an architecture, which is its module's as well, and what config.json calls it.
@@ -71,14 +72,26 @@ class Model(Protocol):
     kernels: dict[str, GroupKernels]
     """What the device can do with pages, by group."""
 
+    def first_of(self, ops: Ops) -> int:
+        """The layer from which on everything is on this device; n_layers if the last is not."""
+
+    def groups_before(self, layer: int) -> set[str]:
+        """The groups of memory that the layers before this one have."""
+
+    def stream(self, streaming: Streaming) -> None:
+        """Lets long prompts run networks of the host elsewhere."""
+
     def close(self) -> None:
         """Lets go of the weights now, whoever still holds the model; it computes nothing more."""
 
     def embed(self, batch: Batch) -> Array:
         """The batch's tokens as rows of the model's width."""
 
-    def run(self, x: Array, batch: Batch, start: int, stop: int) -> Array:
-        """x after layers start … stop-1, over the batch's memory; in place on one device."""
+    def run(self, x: Array, batch: Batch, start: int, stop: int, on: Ops | None = None) -> Array:
+        """x after layers start … stop-1, over the batch's memory; in place on one device.
+
+        x is where the layer before left it, or where it is said to be.
+        """
 
     def hidden(self, x: Array) -> Array:
         """Rows that went through the layers, normed: what the output is made from."""

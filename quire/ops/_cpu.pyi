@@ -192,6 +192,25 @@ class Cpu:
         scale: float,
         into: handles.Array,
     ) -> Array: ...
+    def experts_in(
+        self,
+        x: handles.Array,
+        router: handles.Matrix,
+        gate_up: handles.Matrix,
+        n_used: int,
+        norm: handles.Array,
+        eps: float,
+        normalize: bool,
+        scale: float,
+    ) -> tuple[Array, Array]: ...
+    def experts_out(
+        self,
+        middle: handles.Array,
+        chosen: handles.Array,
+        count: int,
+        down: handles.Matrix,
+        into: handles.Array,
+    ) -> Array: ...
     def rms_norm(self, x: handles.Array, weight: handles.Array, eps: float) -> Array: ...
     def act_mul(self, x: handles.Array, act: int) -> Array: ...
     def add_norm(

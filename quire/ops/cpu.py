@@ -46,6 +46,8 @@ class CpuOps:
         self.linear = cpu.linear
         self.linear_int16 = cpu.linear_int16
         self.experts = cpu.experts
+        self.experts_in = cpu.experts_in
+        self.experts_out = cpu.experts_out
         self.rope_table = cpu.rope_table
         self.attention = cpu.attention
         self.recur = cpu.recur
@@ -103,6 +105,9 @@ class CpuOps:
         """The array's values, without a copy."""
         assert isinstance(x, _cpu.Array)
         return x.numpy()
+
+    def expect(self, n_bytes: int) -> None:
+        """Matrices are mapped one by one, to the byte."""
 
     def pack(self, parts: Sequence[Part]) -> Matrix:
         """One matrix from parts stacked along rows, in the tiles of this instruction set."""

@@ -81,6 +81,9 @@ class MatrixOps(Protocol):
     def pack(self, parts: Sequence[Part]) -> Matrix:
         """One matrix from parts stacked along rows, in the device's tile format."""
 
+    def expect(self, n_bytes: int) -> None:
+        """So many bytes of matrices are about to be packed: a device may take them in one piece."""
+
     def packed_bytes(self, parts: Sequence[tuple[int, int, int]]) -> int:
         """What `pack` would hold for parts of these ggml types, rows and columns."""
 
@@ -117,6 +120,21 @@ class MatrixOps(Protocol):
         The experts' matrices have one part per tensor and expert: all of the first tensor's, then
         the next one's. `normalize` lets the chosen experts' shares add up to `scale`.
         """
+
+    def experts_in(
+        self, x: Array, router: Matrix, gate_up: Matrix, n_used: int, *,
+        norm: Array, eps: float, normalize: bool, scale: float,
+    ) -> tuple[Array, Array]:  # fmt: skip
+        """The first half of `experts`, for a `down` on another device: the choice, and the middle.
+
+        The choice has a row for each token: numbers of experts, then their shares. The middle,
+        act(gate) · up, has one for each of a token's experts, token by token.
+        """
+
+    def experts_out(
+        self, middle: Array, chosen: Array, count: int, down: Matrix, into: Array
+    ) -> Array:
+        """The second half: adds to `into` what `down` of the chosen of `count` experts makes."""
 
 
 class AttentionOps(Protocol):

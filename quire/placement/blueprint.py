@@ -125,6 +125,11 @@ class Blueprint:
         assert model.weight_bytes == self.weight_bytes, (model.weight_bytes, self.weight_bytes)
         return model
 
+    def kit(self, ops: Ops) -> Kit:
+        """What parts of the model are made with again on one device; the file must be open."""
+        s = self._settings
+        return Kit(ops, TensorLoader(self._file, ops, 0, None, s.quantize), s.type_k, s.type_v)
+
     def fingerprint(self) -> str:
         """Which weights were loaded, and what they were turned into; after `load`."""
         s = self._settings

@@ -10,7 +10,7 @@ import numpy as np
 
 from quire.config import LoadConfig
 from quire.models.active import truncated
-from quire.models.loader import EMBEDDING, EXPERTS, MIXER, NETWORK, OUTPUT, Kit, Part
+from quire.models.loader import DOWN, EMBEDDING, EXPERTS, MIXER, NETWORK, OUTPUT, Kit, Part
 from quire.models.registry import build_model
 from quire.ops import Ops
 from quire.ops.cpu import CpuOps
@@ -21,7 +21,7 @@ from quire.weights.file import WeightFile
 
 PROMPT = 512
 """Tokens of a step, at most; that of the engine's scheduler."""
-_SLACK = {"cuda": 32 << 20}
+_SLACK = {"cuda": 24 << 20}
 """What torch takes besides, in the pieces in which it asks for memory."""
 
 
@@ -119,7 +119,7 @@ class Rehearsal:
             if network is not None:
                 network.add_to(x)
                 trace = ops.noted()
-                for part in (Part(NETWORK, i), Part(EXPERTS, i)):
+                for part in (Part(NETWORK, i), Part(EXPERTS, i), Part(DOWN, i)):
                     if part in model.part_bytes:
                         found[part] = trace
         rows = ops.take_rows(x, np.zeros(step.sequences, np.int32))

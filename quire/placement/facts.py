@@ -10,7 +10,7 @@ from quire.config import LoadConfig
 from quire.memory.build import MemorySettings, attention_layout
 from quire.memory.groups.layout import GroupSpec
 from quire.memory.groups.state_layout import RecurrentSpec, StateLayout
-from quire.models.loader import EMBEDDING, EXPERTS, MIXER, NETWORK, OUTPUT, Part
+from quire.models.loader import DOWN, EMBEDDING, EXPERTS, MIXER, NETWORK, OUTPUT, Part
 from quire.placement.blueprint import Blueprint
 
 
@@ -83,7 +83,7 @@ class ModelFacts:
     def layer_parts(self, layer: int) -> list[Part]:
         """The parts that a layer has."""
         known = next(iter(self.parts.values()))
-        parts = [Part(kind, layer) for kind in (MIXER, NETWORK, EXPERTS)]
+        parts = [Part(kind, layer) for kind in (MIXER, NETWORK, EXPERTS, DOWN)]
         return [part for part in parts if part in known]
 
 
@@ -111,11 +111,13 @@ def part_of(name: str) -> Part:
     layer = re.match(r"blk\.(\d+)\.(.*)", name)
     if not layer:
         return Part(OUTPUT if name.startswith("output") else EMBEDDING)
-    rest = layer[2]
-    if "_exps" in rest or rest.startswith("ffn_gate_inp.") or not rest.startswith("ffn_"):
-        kind = MIXER if not rest.startswith("ffn_") else EXPERTS
-    else:
-        kind = NETWORK
+    rest, kind = layer[2], NETWORK
+    if not rest.startswith("ffn_"):
+        kind = MIXER
+    elif rest.startswith("ffn_down_exps"):
+        kind = DOWN
+    elif "_exps" in rest or rest.startswith("ffn_gate_inp."):
+        kind = EXPERTS
     return Part(kind, int(layer[1]))
 
 

@@ -2,18 +2,19 @@
 
 everything on the GPUs, with the whole context
 a smaller context, down to a floor
-experts to the host, those of the first layers first; dense parts stay
+experts to the host, those of the first layers first, in a layer its last matrix; dense parts stay
 fewer layers on the GPUs: the output goes there first, then layers from the last backwards
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from quire.errors import RequestError
-from quire.models.loader import EMBEDDING, EXPERTS, MIXER, OUTPUT, Part
+from quire.models.loader import DOWN, EMBEDDING, EXPERTS, MIXER, OUTPUT, Part
 from quire.placement.described import Described
 from quire.placement.facts import ModelFacts
 from quire.placement.plan import Load, Plan, lay_out, over
@@ -31,6 +32,20 @@ def fit(
 def whole_context(model: ModelFacts, wanted: Wanted) -> int:
     """The context that is wanted, or the one that the model was made for."""
     return wanted.n_ctx or model.n_ctx_train
+
+
+def _turn(part: Part) -> float:
+    """When a matrix of experts goes to the host: 1 for the first; other parts never do."""
+    return 2 * part.layer + {DOWN: 1, EXPERTS: 2}.get(part.kind, math.inf)
+
+
+def _moved(plan: Plan) -> int:
+    """How many matrices of experts went to the host from layers that are elsewhere."""
+    host, places, turns = len(plan.devices) - 1, plan.places, [0.0]
+    for part, at in places.items():
+        if at == host and part.layer >= 0 and places[Part(MIXER, part.layer)] != host:
+            turns.append(_turn(part))
+    return int(max(turn for turn in turns if turn < math.inf))
 
 
 class _Search:
@@ -63,14 +78,14 @@ class _Search:
                 f"n_gpu_layers={asked}: there is no GPU, so all layers are on the CPU"
             )
         layers = [most] if asked is None else [min(asked, most)]
-        moved = [wanted.n_cpu_moe or 0]
+        moved = [2 * (wanted.n_cpu_moe or 0)]  # matrices of experts: two in a layer
         if not wanted.fit:
             plan = self.even(self.plan(layers[0], moved[0], self.full))
             return plan if plan.fits else self.refuse(plan)
         if found := self.widest(layers[0], moved[0]):
             return self.told(found)
         if wanted.n_cpu_moe is None and model.has_experts and self.gpus:
-            moved = list(range(1, model.n_layers + 1))
+            moved = list(range(1, 2 * model.n_layers + 1))
             if found := self.first(self.widest(layers[0], k) for k in moved):
                 return self.told(found)
         if asked is None and self.gpus:
@@ -105,11 +120,12 @@ class _Search:
     # -- one plan ---------------------------------------------------------------------------------
 
     def plan(self, n: int, moved: int, n_ctx: int, share: float = 1.0) -> Plan:
-        """With n layers on GPUs, and the experts of the first `moved` ones on the host.
+        """With n layers on GPUs, and the first `moved` matrices of experts on the host.
 
         Several GPUs are filled up to a share of what each has, the last one first.
         """
-        load = Load(n_ctx, self.wanted.sequences, self.wanted.checkpoints)
+        wanted = self.wanted
+        load = Load(n_ctx, wanted.sequences, wanted.checkpoints, wanted.streams)
 
         def laid_out(cuts: Sequence[int], home: int) -> Plan:
             places = self.places(n, moved, cuts, home)
@@ -125,7 +141,7 @@ class _Search:
 
     def even(self, plan: Plan) -> Plan:
         """With GPUs as evenly filled as they can be, by the share of what each has."""
-        n, moved = plan.n_gpu_layers, max(plan.n_cpu_moe, self.wanted.n_cpu_moe or 0)
+        n, moved = plan.n_gpu_layers, max(_moved(plan), 2 * (self.wanted.n_cpu_moe or 0))
         if len(self.gpus) < 2 or self.wanted.tensor_split or not plan.fits or not n:
             return plan
         if not self.wanted.kv_offload:
@@ -187,7 +203,7 @@ class _Search:
             if n and i >= first:
                 at = self.gpus[max(sum(s <= i for s in starts) - 1, 0)]
             for part in model.layer_parts(i):
-                away = part.kind == EXPERTS and i < moved
+                away = _turn(part) <= moved
                 stays = part.kind == MIXER and not self.wanted.kv_offload
                 places[part] = host if away or stays else at
         return self.overridden(places)
@@ -224,9 +240,10 @@ class _Search:
                 f"n_ctx is {plan.load.n_ctx:,} and not the model's {self.full:,}: more does not fit"
             )
         if plan.n_cpu_moe and self.wanted.n_cpu_moe is None:
+            part = ", of the last of these their last matrix" if _moved(plan) % 2 else ""
             notes.append(
                 f"the experts of the first {plan.n_cpu_moe} of {self.model.n_layers} layers are on "
-                "the host"
+                f"the host{part}"
             )
         most = self.model.n_layers + 1
         if self.gpus and self.wanted.n_gpu_layers is None and plan.n_gpu_layers < most:

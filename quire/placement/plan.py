@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from quire.models.loader import EMBEDDING, EXPERTS, MIXER, NETWORK, OUTPUT, Part
+from quire.models.loader import DOWN, EMBEDDING, EXPERTS, MIXER, NETWORK, OUTPUT, Part
 from quire.placement.described import Described
 from quire.placement.facts import ModelFacts
 
@@ -22,6 +22,8 @@ class Load:
     n_ctx: int
     sequences: int = 1
     checkpoints: int = 0
+    streams: bool = False
+    """Whether long prompts may run networks of the host on the GPU with the output."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,13 @@ class DevicePlan:
     graphs: int = 0
     draft: int = 0
     """All that a draft model takes."""
+    streaming: int = 0
+    """Room for networks of the host that pass through: one that is used, and the next."""
 
     @property
     def total(self) -> int:
         """All of it."""
-        fixed = self.compute + self.libraries + self.graphs + self.draft
+        fixed = self.compute + self.libraries + self.graphs + self.draft + self.streaming
         return sum(self.weights.values()) + sum(self.memory.values()) + fixed
 
     @property
@@ -70,6 +74,7 @@ class DevicePlan:
             "libraries_bytes": self.libraries,
             "graphs_bytes": self.graphs,
             "draft_bytes": self.draft,
+            "streaming_bytes": self.streaming,
             "total_bytes": self.total,
             "left_bytes": self.left,
         }
@@ -117,13 +122,14 @@ class Plan:
 
     @property
     def n_cpu_moe(self) -> int:
-        """So many first layers have their experts on the host; 0 if only those that are there."""
+        """So many first layers have experts on the host, all or their last matrix; 0 if only those
+        that are there."""
         host = len(self.devices) - 1
         return max(
             (
                 part.layer + 1
                 for part, at in self.places.items()
-                if part.kind == EXPERTS and at == host
+                if part.kind in (EXPERTS, DOWN) and at == host
                 if self.places[Part(MIXER, part.layer)] != host
             ),
             default=0,
@@ -136,8 +142,9 @@ class Plan:
         for i in range(self.model.n_layers):
             parts = self.model.layer_parts(i)
             way += [self.places[part] for part in parts]
-            if Part(NETWORK, i) in parts and Part(EXPERTS, i) in parts:
-                way.append(self.places[Part(NETWORK, i)])  # back from the experts
+            for part in (Part(EXPERTS, i), Part(NETWORK, i)):
+                if Part(DOWN, i) in parts and part in parts:
+                    way.append(self.places[part])  # back the way it came
         way.append(self.places[Part(OUTPUT)])
         return sum(a != b for a, b in pairwise(way))
 
@@ -189,13 +196,17 @@ def lay_out(
     """What each device takes when every part is where it is said to be."""
     found = []
     drafts = places[Part(OUTPUT)]  # a draft model is where the output is
+    last = Part(MIXER, model.n_layers - 1)  # where this is the output's device, steps are recorded
     for at, device in enumerate(devices):
         here = tuple(part for part, place in places.items() if place == at)
         extra = draft_bytes(draft, device, load) if draft and at == drafts else 0
         found.append(DevicePlan(
             device, here, _weights(model, device.kind, here), _memory(model, device, here, load),
             model.compute(device.kind, frozenset(here)) if here else 0,
-            device.libraries if here else 0, device.graphs if here else 0, extra,
+            device.libraries if here else 0,
+            device.graphs if at == drafts == places[last] else 0, extra,
+            _streaming(model, device.kind, places, len(devices) - 1)
+            if load.streams and at == drafts else 0,
         ))  # fmt: skip
     return Plan(model, tuple(found), places, load, tuple(notes), draft)
 
@@ -207,6 +218,18 @@ def _weights(model: ModelFacts, kind: str, parts: Sequence[Part]) -> dict[str, i
         size = model.weights(kind, part, alone)
         sizes[part.kind] = sizes.get(part.kind, 0) + size
     return {kind: size for kind, size in sizes.items() if size}
+
+
+def _streaming(model: ModelFacts, kind: str, places: Places, host: int) -> int:
+    """Twice the largest network, or experts of a network, that are on the host."""
+    if places[Part(OUTPUT)] == host:
+        return 0
+    sizes = [0]
+    for i in range(model.n_layers):
+        away = [part for part in model.layer_parts(i) if part.kind != MIXER]
+        if away and all(places[part] == host for part in away if part.kind != NETWORK):
+            sizes.append(sum(model.weights(kind, p) for p in away if places[p] == host))
+    return 2 * max(sizes)
 
 
 def _memory(

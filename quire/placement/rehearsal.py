@@ -159,15 +159,16 @@ class RehearsedOps:
         self, x: Shape, router: MatrixShape, gate_up: MatrixShape, down: MatrixShape, n_used: int,
         *, into: Shape, **_: Any,
     ) -> Shape:  # fmt: skip
-        if self._kernels:
-            n, width = x.shape
-            first = Shape(self, n, width), Shape(self, n, router.rows)
-            self._panels(n, router, exact=True)
-            pairs = n * n_used
-            then = Shape(self, pairs, 2 * down.cols), Shape(self, pairs, width)
-            self._panels(pairs, gate_up)
-            self._panels(pairs, down)
-            del then, first
+        n, width = x.shape
+        pairs = n * n_used
+        first = Shape(self, n, width), Shape(self, n, router.rows)
+        self._panels(n, router, exact=True)
+        then = Shape(self, pairs, 2 * down.cols), Shape(self, pairs, width)
+        self._panels(pairs, gate_up)
+        self._panels(pairs, down)
+        if not self._kernels:  # what gate and up make, in 16 bits
+            Shape(self, pairs, down.cols // 2)
+        del then, first
         return into
 
     def _panels(self, n: int, w: MatrixShape, exact: bool = False) -> None:

@@ -52,7 +52,7 @@ def _table(plan: Plan) -> Table:
         table.add_row(f"weights: {kind}", *(_cell(one.weights.get(kind, 0)) for one in used))
     for pool in dict.fromkeys(pool for one in used for pool in one.memory):
         table.add_row(f"memory: {pool}", *(_cell(one.memory.get(pool, 0)) for one in used))
-    for name in ("draft", "compute", "graphs", "libraries"):
+    for name in ("draft", "compute", "streaming", "graphs", "libraries"):
         if any(getattr(one, name) for one in used):
             table.add_row(name, *(_cell(getattr(one, name)) for one in used))
     table.add_row("total", *(size(one.total) for one in used), end_section=True)
@@ -69,7 +69,7 @@ def _bar(one: DevicePlan) -> str:
     whole = max(one.device.free, one.total + one.device.margin, 1)
     sizes = {
         "weights": sum(one.weights.values()), "memory": sum(one.memory.values()),
-        "draft": one.draft, "compute": one.compute,
+        "draft": one.draft, "compute": one.compute + one.streaming,
         "libraries and graphs": one.libraries + one.graphs, "reserve": one.device.margin,
     }  # fmt: skip
     bar, done = "", 0

@@ -8,7 +8,7 @@ from time import perf_counter
 
 import numpy as np
 
-from quire.models.loader import EMBEDDING, EXPERTS
+from quire.models.loader import DOWN, EMBEDDING, EXPERTS
 from quire.ops import Ops
 from quire.placement.plan import DevicePlan, Plan
 
@@ -71,5 +71,5 @@ def bytes_per_token(plan: Plan, one: DevicePlan) -> float:
             tied_here = plan.model.tied and any(part.kind == "output" for part in one.parts)
             read += size if tied_here else 0  # else one row of it
         else:
-            read += size * (plan.model.active if kind == EXPERTS else 1.0)
+            read += size * (plan.model.active if kind in (EXPERTS, DOWN) else 1.0)
     return read + sum(one.memory.values()) / plan.load.sequences / 2

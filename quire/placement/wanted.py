@@ -33,6 +33,8 @@ class Wanted:
     """Patterns of tensors' names, and the devices these go to."""
     kv_offload: bool = True
     """Whether K and V, and so what reads them, may leave the host."""
+    streams: bool = False
+    """Whether weights of the host may pass through a GPU for long prompts."""
     floor: int = FLOOR
     fit: bool = True
     """Whether anything may be changed at all."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +12,13 @@ import numpy as np
 import pytest
 
 import quire
+from quire.devices import cuda
 from quire.errors import BudgetError
-from quire.models.loader import EXPERTS, Part
+from quire.models.loader import DOWN, EXPERTS, Part
 from quire.ops import Refused
 from quire.placement.cuda_sizes import DescribedCuda, packed_bytes
 from tests import random_hybrids
-from tests.model_folders import TRAINED, model_folder
+from tests.model_folders import MODELS, TRAINED, model_folder
 
 torch = pytest.importorskip("torch")
 PROMPT = [(7 * i + 3) % 900 + 5 for i in range(600)]
@@ -42,6 +46,14 @@ def held(llm: quire.LLM) -> int:
     return sum(d.budget.used for d in llm.devices if d.name.startswith("cuda"))
 
 
+def close(found: Any, wanted: Any) -> None:
+    """Rounding apart: a router may choose another expert for single tokens where two are close."""
+    scale = np.abs(wanted - wanted.mean(-1, keepdims=True)).max()
+    errors = np.abs(found - wanted).max(-1) / scale
+    print(f"median {np.median(errors):.1e}, worst {errors.max():.1e} of the range")
+    assert np.median(errors) < 0.015 and (errors < 0.02).mean() > 0.95, np.sort(errors)[-8:]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", TRAINED)
 def test_every_number_of_layers(name: str, tmp_path: Path) -> None:
@@ -54,7 +66,7 @@ def test_every_number_of_layers(name: str, tmp_path: Path) -> None:
         settings: dict[str, Any] = {"memory_budget": "4GiB", "n_ctx": 1024}
         with quire.load(path, device="cuda", n_gpu_layers=layers, **settings) as llm:
             found = llm.logits(PROMPT[:64])
-            assert np.abs(found - wanted).max() < 0.05 * np.abs(wanted).max()
+            close(found, wanted)
             with llm.session() as session:
                 session.append(PROMPT[:31]).append(PROMPT[31:64])
                 assert np.array_equal(session.logits(), found[-1])
@@ -74,15 +86,124 @@ def test_every_number_of_layers(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_experts_on_the_host(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "away", ["_exps=cpu", "ffn_down_exps=cpu", "ffn_(gate|up|gate_up)_exps=cpu"]
+)
+def test_experts_on_the_host(away: str, tmp_path: Path) -> None:
+    """All of them, or their first matrices, or their last one."""
     config = random_hybrids.settings("Qwen3_5Moe")
     path = random_hybrids.write(tmp_path / "m", config, random_hybrids.tensors(config))
+    ids = PROMPT[:40]
     with quire.load(path, device="cpu") as whole:
-        wanted = whole.logits(PROMPT[:40] if whole.model.n_vocab > 900 else [5] * 40)
-    with quire.load(path, device="cuda", n_cpu_moe=99, memory_budget="4GiB") as llm:
-        assert llm.plan.device_of(Part(EXPERTS, 0)) == "cpu"
-        found = llm.logits(PROMPT[:40] if llm.model.n_vocab > 900 else [5] * 40)
-        assert np.abs(found - wanted).max() < 0.05 * np.abs(wanted).max()
+        wanted = whole.logits(ids)
+    with quire.load(path, device="cuda", override_tensor=away, memory_budget="4GiB") as llm:
+        places = [llm.plan.device_of(Part(kind, 0)) for kind in (EXPERTS, DOWN)]
+        assert places == [
+            "cuda:0" if "down" in away else "cpu",
+            "cuda:0" if "gate" in away else "cpu",
+        ]
+        close(llm.logits(ids), wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["tiny-dense", "tiny-hybrid", "tiny-window"])
+def test_a_session_moves_between_plans(name: str, tmp_path: Path) -> None:
+    """Pages and states of CPU and GPU, put together anew; what follows differs by rounding."""
+    path, settings = MODELS / name, {"memory_budget": "4GiB", "n_ctx": 256}
+    with quire.load(path, device="cpu", **settings) as whole:
+        wanted, n = whole.logits(PROMPT[:100]), whole.model.n_layers
+    for before in range(n + 2):
+        with quire.load(path, device="cuda", n_gpu_layers=before, **settings) as llm:
+            session = llm.session().append(PROMPT[:77])
+            session.checkpoint("mark")
+            session.append(PROMPT[77:90])
+            session.save(tmp_path / f"{before}.quire")
+    for after in range(n + 2):
+        with quire.load(path, device="cuda", n_gpu_layers=after, **settings) as llm:
+            for before in range(n + 2):
+                with llm.open(tmp_path / f"{before}.quire") as session:
+                    assert session.exact == (before == after)
+                    run = llm.engine.runner.tokens_run
+                    close(session.append(PROMPT[90:100]).logits()[None], wanted[-1:])
+                    assert llm.engine.runner.tokens_run == run + 10  # nothing computed again
+                    session.rewind("mark")
+                    close(session.append(PROMPT[77:100]).logits()[None], wanted[-1:])
+                    llm.memory.audit()
+
+
+@pytest.mark.gpu
+def test_weights_pass_through_for_long_prompts(tmp_path: Path) -> None:
+    """Layers of the host run on the GPU, but for rounding with the same logits."""
+    settings: dict[str, Any] = {"device": "cuda", "n_gpu_layers": 2, "memory_budget": "4GiB"}
+    for name in ("tiny-dense", "tiny-moe"):
+        with quire.load(MODELS / name, device="cpu", memory_budget="2GiB") as whole:
+            wanted = whole.logits(PROMPT[:400])
+        with quire.load(MODELS / name, exact_batches=False, **settings) as llm:
+            found = llm._streaming
+            assert found is not None
+            found.host_s = 1.0  # so it is worth trying
+            close(llm.logits(PROMPT[:400]), wanted)
+            assert found.runs > 0
+            llm.memory.audit()
+        assert {d.budget.used for d in llm.devices} == {0}
+
+
+@pytest.mark.gpu
+def test_the_driver_says_what_was_planned() -> None:
+    """In processes of their own, the context and the code of kernels included."""
+    script = Path(__file__).parents[2] / "bench" / "placement_bytes.py"
+    cases = [f"{MODELS / name}:{n}" for name in TRAINED for n in ("all", 2)]
+    ran = subprocess.run(
+        [sys.executable, script, *cases, "--check"], capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-2000:]
+
+
+@pytest.mark.gpu
+def test_resizing_moves_what_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less: cached prefixes go, then sessions give way. What the driver has free follows."""
+    slab = 2 << 20
+    real = cuda.CudaMachine.__init__
+    monkeypatch.setattr(cuda.CudaMachine, "__init__", lambda self, i, _: real(self, i, slab))
+    kinds: dict[str, Any] = {"type_k": "f32", "type_v": "f32"}
+    with quire.load(MODELS / "tiny-dense", device="cuda", memory_budget="1GiB", **kinds) as llm:
+        resized(llm, "cuda:0", slab, lambda: int(torch.cuda.mem_get_info()[0]))
+
+
+def resized(llm: quire.LLM, name: str, slab: int, free: Callable[[], int]) -> None:
+    """Sessions of two slabs each, and as many cached prefixes, in less and less room."""
+    prompts = [[(i * 7 + j) % 900 + 5 for j in range(1900)] for i in range(8)]
+    sessions = [llm.session().append(ids) for ids in prompts[:3]]
+    wanted = [session.logits() for session in sessions]
+    for ids in prompts[3:]:
+        llm.generate(ids, max_tokens=1, ignore_eos=True)
+    assert llm.generate(prompts[7], max_tokens=1, ignore_eos=True).cached_tokens > 1800
+    budget, full, before = llm.devices[0].budget, llm.devices[0].budget.used, free()
+    pages = full - budget.breakdown["weights"] - budget.breakdown["compute"]
+    llm.resize({name: full - pages * 4 // 8})  # the prefixes' share
+    assert budget.used <= full - pages * 4 // 8
+    assert free() - before >= pages * 4 // 8 - slab  # the driver has it back
+    run = llm.engine.runner.tokens_run
+    for session, logits in zip(sessions, wanted, strict=True):
+        assert np.array_equal(session.logits(), logits)
+    assert llm.engine.runner.tokens_run == run  # sessions did not give way to prefixes
+    assert llm.generate(prompts[3], max_tokens=1, ignore_eos=True).cached_tokens == 0
+    llm.forget()
+    llm.resize({name: full - pages + 3 * slab})  # room for one
+    assert free() - before >= pages - 4 * slab
+    for _ in range(2):
+        for session, logits in zip(sessions, wanted, strict=True):
+            session.rewind(-1)
+            session.append(prompts[sessions.index(session)][-1:])
+            assert np.array_equal(session.logits(), logits)
+        llm.memory.audit()
+    with pytest.raises(BudgetError):
+        llm.resize({name: budget.breakdown["weights"] + 1000})
+    llm.resize({name: full})
+    for session, logits in zip(sessions, wanted, strict=True):
+        assert np.array_equal(session.logits(), logits)
+        session.close()
+    llm.memory.audit()
 
 
 @pytest.mark.gpu

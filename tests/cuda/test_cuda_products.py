@@ -9,6 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from quire.ops import GELU_MUL, SILU_MUL, Part, Refused
+from quire.ops.batch import cross
 from quire.weights.quant import DEQUANTIZABLE, GGMLType
 from tests.cuda.sides import GPU, close, cuda, reference, same_bits
 
@@ -227,7 +228,18 @@ def test_experts(kind: GGMLType, normalize: bool) -> None:
                 eps=1e-5, normalize=normalize, scale=2.5, into=total,
             )  # fmt: skip
             found.append(o.numpy(total).copy())
-        close(*found, 1e-5 if kind is GGMLType.F32 else 3e-3)
+        tolerance = 1e-5 if kind is GGMLType.F32 else 3e-3
+        close(*found, tolerance)
+        here, there = cuda(), reference()
+        for first, last in ((here, there), (there, here), (here, here)):  # halves, on two devices
+            halves = first.experts_in(
+                first.array(x), first.pack(router), first.pack(ups), used, norm=first.vector(norm),
+                eps=1e-5, normalize=normalize, scale=2.5,
+            )  # fmt: skip
+            chosen, middle = (cross(each, first, last) for each in halves)
+            total = last.array(into)
+            last.experts_out(middle, chosen, n_experts, last.pack(downs), total)
+            close(last.numpy(total), found[1], tolerance)
 
 
 @pytest.mark.gpu
@@ -262,6 +274,31 @@ def test_of_equal_experts_the_lower_number_is_chosen() -> None:
         eps=1e-5, normalize=True, scale=1.0, into=into,
     )  # fmt: skip
     assert np.array_equal(o.numpy(into), np.zeros((1, cols)))  # expert 0 makes zeros
+
+
+def test_matrices_may_lie_in_one_piece_of_memory() -> None:
+    """The same bits wherever they lie, and the piece goes with the last of them."""
+    o, x = cuda(), cuda().array(normal(3, 96))
+    kinds = [GGMLType.F32, GGMLType.Q8_0, GGMLType.BF16, GGMLType.Q4_K] if GPU else [GGMLType.F32]
+    parts = [[part(kind, 33, 256 if kind is GGMLType.Q4_K else 96)] for kind in kinds]
+    alone = [o.pack(each) for each in parts]
+    before = o.machine.reserved
+    o.expect(sum(w.nbytes for w in alone))
+    together = [o.pack(each) for each in parts]
+    starts = [segment.q.data_ptr() for w in together for segment in w.segments]
+    assert (
+        len({segment.q.untyped_storage().data_ptr() for w in together for segment in w.segments})
+        == 1
+    )
+    assert starts == sorted(starts) and all(start % 16 == 0 for start in starts)
+    more = o.pack(parts[0])  # behind what was expected
+    o.trim()
+    for one, other in zip([*together, more], [*alone, alone[0]], strict=True):
+        if one.cols == 96:
+            same_bits(o.numpy(o.linear(x, one)), o.numpy(o.linear(x, other)))
+    del together, more, one
+    o.trim()
+    assert o.machine.reserved <= before + (4 << 20)
 
 
 def test_no_rows_and_mistakes() -> None:

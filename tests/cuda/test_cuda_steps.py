@@ -136,3 +136,59 @@ def test_what_passes_to_and_from_steps_is_each_ones_own() -> None:
         if late is not None:
             assert late.read().tolist() == [2 * (turn - 1) + i for i in range(5)]
         late = found
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_the_rest_of_a_step_is_a_step(tmp_path: Path, layers: int) -> None:
+    """Of a model whose first layers are on the host: the bits of plain steps on both devices."""
+    from quire.config import LoadConfig
+    from quire.engine.runner import Runner
+    from quire.models.loader import Part, Place
+    from quire.ops.cpu import CpuOps
+
+    path, here = tmp_path / "tiny.gguf", device()
+    tiny.write(path, tiny.Tiny(context=128, layers=3))
+    host = HostDevice(Budget(1 << 28), CpuOps(1), "host")
+    here.name = "gpu"
+
+    def place(part: Part) -> Place:
+        first = part.kind == "embedding" or 0 <= part.layer < 3 - layers
+        device = host if first else here
+        return Place(device.name, device.ops)
+
+    settings = LoadConfig(n_ctx=64)
+    with open_weights(path) as file:
+        model = Blueprint.read(file, here.ops, settings, place).load(None)
+    away = {name: host for name in model.kernels if name.endswith("host")}
+    memory = build_memory(model.groups, here, settings, model.kernels, 64, away)
+    runner = Runner(model, here, host, elsewhere=away)
+    assert runner._first == 3 - layers and not runner.flies
+    rest = steps.Steps(model, here.ops, runner._first)
+    ids = list(range(3, 12))
+    found: dict[str, list[Any]] = {"plain": [], "rest": []}
+    for way in found:
+        memory.clear(True)
+        for at, end in ((0, 5), (5, 6), (6, 7), (7, 9)):
+            entry = SeqTokens(0, np.array(ids[at:end], np.int32))
+            with memory.reserve([entry]) as lease:
+                rows = np.arange(end - at, dtype=np.int32)
+                if way == "plain":
+                    logits: Any = runner.forward_rows(lease, rows)
+                else:
+                    ubatch = lease.ubatch
+                    x = runner._enter(ubatch)
+                    bound = {name: here.bound(name) for name in ubatch.views if name not in away}
+                    groups = {
+                        name: steps.Group(ubatch.views[name], each.bases, each.layout.by_layer)
+                        for name, each in bound.items()
+                    }
+                    made = rest.run(
+                        ubatch.tokens, ubatch.positions, ubatch.seq_rows, groups, rows,
+                        [None] * len(rows), None, x,
+                    )  # fmt: skip
+                    assert made is not None
+                    logits = made[0]
+                found[way].append(here.ops.numpy(logits)[: end - at].copy())
+                lease.commit({0: end - at})
+    for plain, whole in zip(found["plain"], found["rest"], strict=True):
+        same_bits(plain, whole)

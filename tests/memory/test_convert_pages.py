@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, cast
-
 import numpy as np
 import pytest
 
-from quire.memory.groups.group import AnyGroup
 from quire.memory.groups.layout import AttentionLayout, GroupSpec, KVType
 from quire.memory.saved.convert import Conversion
 from quire.ops.reference.kv import store_keys, store_values
-
-
-def group_of(order: str, layout: AttentionLayout) -> AnyGroup:
-    return cast(Any, SimpleNamespace(layout=layout, device=SimpleNamespace(page_layout=order)))
 
 
 @pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "q8_0", "q4_0"])
@@ -36,7 +28,7 @@ def test_keys_are_the_same_bits_in_another_order(kind: str, page_tokens: int) ->
             store_values(rows[part], kind, slot, x)  # keys in rows lie as values do
     for ours, source, wanted in (("rows", lanes, rows), ("lanes16", rows, lanes)):
         theirs = {"bytes": f"little-endian, {'lanes16' if ours == 'rows' else 'rows'}"}
-        found = Conversion(group_of(ours, layout), theirs)
+        found = Conversion(layout, {"bytes": f"little-endian, {ours}"}, theirs)
         target = np.full_like(lanes, 0xEE)
         found.pages[0](source, target)
         assert found.sizes == [layout.page_bytes]
@@ -45,7 +37,11 @@ def test_keys_are_the_same_bits_in_another_order(kind: str, page_tokens: int) ->
 
 def test_other_orders_are_refused() -> None:
     spec = GroupSpec("full", "attention", (0,), 1, 32, 32)
-    for order, tokens in (("tiles of 16", 16), ("lanes16", 8)):
-        group = group_of("rows", AttentionLayout(spec, KVType.F16, KVType.F16, tokens))
+    ours = {"bytes": "little-endian, rows"}
+    for order, tokens in (
+        ("little-endian, tiles of 16", 16), ("little-endian, lanes16", 8), ("big-endian, rows", 16),
+        ("big-endian, lanes16", 16),
+    ):  # fmt: skip
+        layout = AttentionLayout(spec, KVType.F16, KVType.F16, tokens)
         with pytest.raises(ValueError, match=r"cannot be read|no blocks"):
-            Conversion(group, {"bytes": f"little-endian, {order}"})
+            Conversion(layout, ours, {"bytes": order})

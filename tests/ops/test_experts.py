@@ -80,6 +80,18 @@ class Layer:
         values: Floats = out.numpy().copy()
         return values
 
+    def run_halves(self, x: Floats, into: Floats) -> Floats:
+        """The same in two operations."""
+        s, cpu = self.shape, self.cpu
+        chosen, middle = cpu.experts_in(
+            cpu.array(x), self.router, self.gate_up, s.used, norm=cpu.array(self.norm[None]),
+            eps=EPS, normalize=s.normalize, scale=s.scale,
+        )  # fmt: skip
+        out = cpu.array(into)
+        cpu.experts_out(middle, chosen, s.experts, self.down, out)
+        values: Floats = out.numpy().copy()
+        return values
+
     def want(self, x: Floats, into: Floats) -> Floats:
         s = self.shape
         return reference.experts(
@@ -191,6 +203,16 @@ def test_what_is_not_a_number_stays_in_its_row(isa: str) -> None:
     assert np.isnan(got[2]).all()
     kept = [0, 1, 3, 4]
     assert np.array_equal(bits(got[kept]), bits(clean[kept]))
+
+
+@pytest.mark.parametrize("name", FLOATS | QUANTISED)
+@pytest.mark.parametrize("exact", [True, False])
+def test_two_halves_are_the_whole(isa: str, name: str, exact: bool) -> None:
+    """Bit for bit, in batches of every kind."""
+    layer = Layer(_cpu.Cpu(2, isa, exact), (FLOATS | QUANTISED)[name])
+    for n in (0, 1, 7, 40):
+        x, into = inputs(n, layer.shape.width, n)
+        assert np.array_equal(bits(layer.run_halves(x, into)), bits(layer.run(x, into)))
 
 
 def test_no_rows(isa: str) -> None:

@@ -270,6 +270,17 @@ def test_experts(ops: Ops, normalize: bool) -> None:
     made = ops.array(into)
     assert run(used, made, packed(down)) is made
     close(ops.numpy(made), wanted)
+    halves = ops.array(into)
+    chosen, middle = ops.experts_in(
+        ops.array(x), packed(router[None]), packed(gate, up), used,
+        norm=ops.vector(weight), eps=EPS, normalize=normalize, scale=scale,
+    )  # fmt: skip
+    assert chosen.shape == (9, 2 * used) and middle.shape == (9 * used, ffn)
+    assert ops.experts_out(middle, chosen, experts, packed(down), halves) is halves
+    close(ops.numpy(halves), wanted)
+    for count, down_w in ((5, packed(down)), (experts, packed(down[:5]))):
+        with pytest.raises(Refused):
+            ops.experts_out(middle, chosen, count, down_w, halves)
     for n_used, down_w in ((0, packed(down)), (7, packed(down)), (2, packed(down[:5]))):
         with pytest.raises(Refused):
             run(n_used, made, down_w)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import RequestError
-from quire.models.loader import EMBEDDING, EXPERTS, MIXER, NETWORK, OUTPUT, Part
+from quire.models.loader import DOWN, EMBEDDING, EXPERTS, MIXER, NETWORK, OUTPUT, Part
 from quire.placement.described import Described
 from quire.placement.facts import GroupFacts, ModelFacts
 from quire.placement.fit import fit
@@ -41,6 +41,7 @@ def models(draw: st.DrawFn) -> ModelFacts:
             parts[Part(NETWORK, i)] = draw(size)
         if experts:
             parts[Part(EXPERTS, i)] = draw(size) * 4
+            parts[Part(DOWN, i)] = draw(size) * 2
     kinds = [draw(st.sampled_from(["attention", "window", "recurrent"])) for _ in range(n)]
     groups = []
     for kind in sorted(set(kinds)):
@@ -155,7 +156,14 @@ def check_most(plan: Plan, model: ModelFacts, devices: list[Described], wanted: 
     """No larger context, no more layers, no fewer experts on the host."""
     n, moved = plan.n_gpu_layers, plan.n_cpu_moe
     fixed = replace(wanted, n_gpu_layers=n, n_cpu_moe=moved if moved else None)
-    if wanted.kv_offload and plan.load.n_ctx < model.n_ctx_train and wanted.n_ctx is None:
+    host = len(devices) - 1
+    halves = any(
+        plan.places[p] == host and plan.places[p._replace(kind=EXPERTS)] != host
+        for p in plan.places
+        if p.kind == DOWN
+    )
+    narrow = plan.load.n_ctx < model.n_ctx_train and wanted.n_ctx is None
+    if wanted.kv_offload and narrow and not halves:
         wider = min(plan.load.n_ctx + 16, model.n_ctx_train)
         if model.has_experts:  # with these experts moved, and no others
             fixed = replace(fixed, n_cpu_moe=moved, fit=False)
@@ -165,8 +173,7 @@ def check_most(plan: Plan, model: ModelFacts, devices: list[Described], wanted: 
         more = replace(wanted, n_gpu_layers=n + 1, n_ctx=least)
         assert not tried(model, devices, more)
         if model.has_experts:  # dense parts leave the GPUs only after all experts have
-            host = len(devices) - 1
-            assert all(plan.places[p] == host for p in plan.places if p.kind == EXPERTS)
+            assert all(plan.places[p] == host for p in plan.places if p.kind in (EXPERTS, DOWN))
     if moved and wanted.kv_offload:
         fewer = replace(wanted, n_gpu_layers=n, n_cpu_moe=moved - 1, n_ctx=least, fit=False)
         if n == model.n_layers + 1:
@@ -224,10 +231,11 @@ def dense(n: int = 8, layer: int = 10 * MB, experts: int = 0) -> ModelFacts:
     for i in range(n):
         parts |= {Part(MIXER, i): layer // 2, Part(NETWORK, i): layer // 2}
         if experts:
-            parts[Part(EXPERTS, i)] = experts
+            parts |= {Part(EXPERTS, i): experts * 3 // 4, Part(DOWN, i): experts // 4}
     group = GroupFacts("attention", "attention", frozenset(range(n)), 16, 16 * 1000)
-    names = {p: (f"blk.{p.layer}.ffn_down_exps", f"blk.{p.layer}.ffn_up_exps") for p in parts
+    names = {p: (f"blk.{p.layer}.ffn_gate_exps", f"blk.{p.layer}.ffn_up_exps") for p in parts
              if p.kind == EXPERTS}  # fmt: skip
+    names |= {p: (f"blk.{p.layer}.ffn_down_exps",) for p in parts if p.kind == DOWN}  # type: ignore[misc]
     sizes = {"cpu": parts, "cuda": parts}
     return ModelFacts("m", n, 32768, False, (group,), sizes, lambda kind, here: 0, 1.0, names)
 
@@ -239,8 +247,10 @@ def test_the_order_of_giving_up() -> None:
     seen = []
     for free in range(whole + 64 * MB, 0, -4 * MB):
         plan = fit(model, [Described("cuda:0", "cuda", free), host], Wanted())
-        seen.append((plan.n_gpu_layers, -plan.n_cpu_moe, plan.load.n_ctx))
-    layers, experts, contexts = zip(*seen, strict=True)
+        away = [p for p, at in plan.places.items() if p.kind in (EXPERTS, DOWN) and at == 1]
+        seen.append((plan.n_gpu_layers, -plan.n_cpu_moe, plan.load.n_ctx, len(away)))
+    layers, experts, contexts, matrices = zip(*seen, strict=True)
+    assert list(matrices) == sorted(matrices) and set(matrices) == set(range(17))  # one by one
     assert list(layers) == sorted(layers, reverse=True) and layers[0] == 9 and layers[-1] == 0
     assert contexts[0] == 32768
     shrunk = next(i for i, c in enumerate(contexts) if c < 32768)
@@ -266,7 +276,7 @@ def test_shares_names_and_the_host() -> None:
     kv = fit(model, devices, Wanted(kv_offload=False))
     assert not kv.devices[0].memory and kv.devices[2].memory and kv.devices[2].layers == 8
     for wrong, said in [
-        (Wanted(overrides=(("down_exps", "cpu"),)), "name both"),
+        (Wanted(overrides=(("up_exps", "cpu"),)), "name both"),
         (Wanted(overrides=(("nothing", "cpu"),)), "matches no matrix"),
         (Wanted(overrides=(("exps", "tpu"),)), "there are cuda:0"),
         (Wanted(tensor_split=(1,)), "2 GPUs"),

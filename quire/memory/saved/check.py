@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from quire.errors import BudgetError, PagesError
 from quire.memory.groups.group import AnyGroup
 from quire.memory.groups.table import Table
 from quire.memory.pages.pool import PagePool, fit_together
-from quire.memory.saved.convert import Conversion, same_but_order
 from quire.memory.saved.format import Container
 from quire.memory.saved.holders import Held, describe
+from quire.memory.saved.regroup import Regrouping
+from quire.memory.saved.sources import PAGES
 from quire.memory.saved.types import Extra, Found, StateFlags
 
 FORMAT = "quire saved state"
 VERSION = 2
 """To be raised with every change of what a file means, the order of bytes in a page included."""
 
-PAGES, EXTRA = "pages ", "extra "
+EXTRA = "extra "
 
 
 def split_groups(
@@ -39,10 +40,10 @@ def flag_name(flags: StateFlags) -> str:
 
 def check_header(
     container: Container, kind: str, flags: StateFlags, model: str, groups: Sequence[AnyGroup]
-) -> dict[str, Conversion]:
+) -> Regrouping | None:
     """Refuses another format, version, kind, model or layout, and says which.
 
-    Returns how pages are to be converted, for groups whose pages have another order of bytes.
+    Returns how pages become those of these groups, where they are not as they are in the file.
     """
     found = container.metadata
     if found.get("format") != FORMAT:
@@ -64,50 +65,25 @@ def check_header(
     for key in ("state", "extra"):
         if key not in found:
             container.refuse(f"its header has no {key!r}")
-    return _check_layout(container, groups)
+    return _regrouping(container, groups)
 
 
-def _check_layout(container: Container, groups: Sequence[AnyGroup]) -> dict[str, Conversion]:
-    layout = container.json(container.metadata.get("layout", ""))
+def _regrouping(container: Container, groups: Sequence[AnyGroup]) -> Regrouping | None:
     ours = {group.name: describe(group) for group in groups}
-    if not isinstance(layout, dict) or layout.keys() != ours.keys():
-        container.refuse(f"it has other groups of layers than this model's {', '.join(ours)}")
-    conversions: dict[str, Conversion] = {}
-    for group in groups:
-        name, fields, theirs = group.name, ours[group.name], layout[group.name]
-        if not isinstance(theirs, dict) or theirs.keys() != fields.keys():
-            container.refuse(f"group {name!r} is of another kind in it")
-        if theirs == fields:
-            continue
-        why = ""
-        if same_but_order(fields, theirs):
-            try:
-                conversions[name] = Conversion(group, theirs)
-                continue
-            except ValueError as error:
-                why = f" ({error})"
-        key = next(key for key, value in fields.items() if theirs[key] != value)
-        container.refuse(
-            f"it has another layout: {key} of group {name!r} is {str(theirs[key])[:100]} in the "
-            f"file and {fields[key]} here{why}"
-        )
-    return conversions
+    if container.json(container.metadata.get("layout", "")) == ours:
+        return None
+    return Regrouping(container, groups)
 
 
-def page_counts(
-    container: Container, groups: Sequence[AnyGroup], conversions: Mapping[str, Conversion]
-) -> dict[str, int]:
+def page_counts(container: Container, groups: Sequence[AnyGroup]) -> dict[str, int]:
     """How many pages of each pool there are; refuses tensors of another shape or name."""
     counts: dict[str, int] = {}
     pools = [pool for group in groups for pool in group.pools]
-    for group in groups:
-        found = conversions.get(group.name)
-        sizes = found.sizes if found else [pool.page_bytes for pool in group.pools]
-        for pool, size in zip(group.pools, sizes, strict=True):
-            place = container.tensors.get(PAGES + pool.name)
-            if place is None or place.dtype != "U8" or place.shape[1:] != (size,):
-                container.refuse(f"it has no pages of {pool.use} of {size} bytes each")
-            counts[pool.name] = place.shape[0]
+    for pool in pools:
+        place = container.tensors.get(PAGES + pool.name)
+        if place is None or place.dtype != "U8" or place.shape[1:] != (pool.page_bytes,):
+            container.refuse(f"it has no pages of {pool.use} of {pool.page_bytes} bytes each")
+        counts[pool.name] = place.shape[0]
     others = [name for name in container.tensors if not name.startswith(EXTRA)]
     if len(others) != len(pools):
         container.refuse(f"it has tensors that do not belong there: {others[:5]}")

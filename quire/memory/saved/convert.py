@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import ModelError
-from quire.memory.groups.group import AnyGroup
 from quire.memory.groups.layout import AttentionLayout, KVType
 from quire.memory.groups.state_layout import RecurrentSpec, StateLayout, StateParts
 
@@ -32,24 +31,51 @@ _OWN = {"bytes", "state_bytes", "log_bytes", "parts"}
 
 
 class Conversion:
-    """How pages of a group are read: for each of its pools, their size, and what they become."""
+    """How pages are read: for each pool of a group, their size, and what they become."""
 
-    def __init__(self, group: AnyGroup, theirs: Mapping[str, Any]) -> None:
-        """ValueError unless pages described so can become pages of this group."""
-        ours, self.order = group.device.page_layout, str(theirs["bytes"]).rsplit(" ", 1)[-1]
-        if {ours, self.order} != {LANES, ROWS}:
-            raise ValueError(f"pages of {self.order!r} cannot be read as {ours!r}")
-        layout = group.layout
+    raw_only = False
+    """Whether logs have raw inputs alone where more is needed."""
+
+    def __init__(
+        self, layout: AttentionLayout | StateLayout, ours: Mapping[str, Any],
+        theirs: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        """ValueError unless pages described so can become pages of this layout."""
+        if all(theirs.get(key) == ours.get(key) for key in _OWN):
+            self.sizes = page_sizes(layout)
+            self.pages: list[Convert] = [_copy for _ in self.sizes]
+            return
+        self._reorder(layout, str(ours["bytes"]), str(theirs["bytes"]), theirs)
+
+    def _reorder(
+        self, layout: AttentionLayout | StateLayout, ours: str, order: str,
+        theirs: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        (ending, _, here), (other, _, self.order) = ours.partition(", "), order.partition(", ")
+        if {here, self.order} != {LANES, ROWS} or ending != other:
+            raise ValueError(f"pages of {order!r} cannot be read as {ours!r}")
+        self.raw_only = self.order == LANES
         if isinstance(layout, AttentionLayout):
             if layout.page_tokens % _BLOCK:
                 raise ValueError(f"keys of {layout.page_tokens} tokens to a page lie in no blocks")
-            self.sizes = [layout.page_bytes]
-            self.pages: list[Convert] = [_keys(layout, self.order)]
+            self.sizes = page_sizes(layout)
+            self.pages = [_keys(layout, self.order)]
             return
         parts = layout.spec.parts or _parts(theirs["parts"])
         source = _source(layout.spec, theirs, parts, self.order)
-        self.sizes = [source.state_page_bytes, source.log_page_bytes]
+        self.sizes = page_sizes(source)
         self.pages = [_states(layout, source, parts, self.order), _logs(layout, source, parts)]
+
+
+def page_sizes(layout: AttentionLayout | StateLayout) -> list[int]:
+    """Bytes of a page of each pool."""
+    if isinstance(layout, AttentionLayout):
+        return [layout.page_bytes]
+    return [layout.state_page_bytes, layout.log_page_bytes]
+
+
+def _copy(source: Bytes, target: Bytes) -> None:
+    target[:] = source
 
 
 def same_but_order(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:

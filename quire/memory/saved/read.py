@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from io import BytesIO
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, BinaryIO
-
-import numpy as np
 
 from quire.errors import RequestError
 from quire.memory.checkpoint import Checkpoint
 from quire.memory.groups.group import AnyGroup
 from quire.memory.groups.layout import Int32
 from quire.memory.groups.state_table import StateTable
-from quire.memory.pages.pool import PagePool
 from quire.memory.saved.check import (
-    PAGES,
     check_fits,
     check_header,
     check_kind,
@@ -27,9 +23,11 @@ from quire.memory.saved.check import (
     read_extra,
     split_groups,
 )
-from quire.memory.saved.convert import Bytes, Conversion, Convert
 from quire.memory.saved.format import Container
+from quire.memory.saved.fresh import FreshPages
 from quire.memory.saved.holders import Held, parse_holders, pools_of, sharing, signature
+from quire.memory.saved.regroup import Regrouping
+from quire.memory.saved.sources import PAGES
 from quire.memory.saved.types import Found, StateFlags, StateRead
 
 if TYPE_CHECKING:
@@ -63,10 +61,13 @@ def _read(
     check: Check | None, name: str | None = None,
 ) -> StateRead:  # fmt: skip
     memory.check_idle()
-    conversions = check_header(container, kind, flags, model, memory.groups)
+    regrouping = check_header(container, kind, flags, model, memory.groups)
     groups, left_out = split_groups(memory.groups, flags)
-    n_pages = page_counts(container, groups, conversions)
     state = container.json(container.metadata["state"])
+    if regrouping is None:
+        n_pages = page_counts(container, groups)
+    else:
+        state, n_pages = regrouping.tables(state, groups, left_out)
     held = parse_holders(groups, left_out, state, n_pages, container.refuse)
     check_kind(container, kind, flags, held)
     check_size(container, [(pool, n_pages[pool.name]) for pool in pools_of(groups)])
@@ -78,7 +79,7 @@ def _read(
     extra = read_extra(container)
     if check is not None:
         check(findings(held, groups, extra))
-    _bring_in(container, groups, held, n_pages, conversions)
+    _bring_in(container, groups, held, n_pages, regrouping)
     names = _register(memory, held, name)
     seqs = tuple(one.seq for one in held if one.name is None)
     return StateRead(seqs, names, extra)
@@ -104,7 +105,7 @@ def _check_room(memory: Memory, one: Held, left_out: Sequence[AnyGroup], partial
 
 def _bring_in(
     container: Container, groups: Sequence[AnyGroup], held: Sequence[Held],
-    n_pages: Mapping[str, int], conversions: Mapping[str, Conversion],
+    n_pages: Mapping[str, int], regrouping: Regrouping | None,
 ) -> None:  # fmt: skip
     """Pages for everything, filled and given to who holds them; or nothing."""
     shared = {
@@ -116,7 +117,7 @@ def _bring_in(
         if not counts.refs.all():
             container.refuse(f"it has pages of {name} that nobody holds")
     check_fits([(pool, n_pages[pool.name]) for pool in pools_of(groups)])
-    fresh = _filled(container, groups, held, n_pages, conversions)
+    fresh = _filled(container, groups, held, n_pages, regrouping)
     for group in groups:
         for one in held:
             numbers = [group.held_pages(pool, one.tables[group.name])[0] for pool in group.pools]
@@ -145,33 +146,28 @@ def _register(memory: Memory, held: Sequence[Held], name: str | None) -> dict[st
 
 def _filled(
     container: Container, groups: Sequence[AnyGroup], held: Sequence[Held],
-    n_pages: Mapping[str, int], conversions: Mapping[str, Conversion],
+    n_pages: Mapping[str, int], regrouping: Regrouping | None,
 ) -> dict[str, Int32]:  # fmt: skip
     """Ids of fresh pages, by pool, that hold what the file has; or an error and no change."""
     fresh: dict[str, FreshPages] = {}
     try:
+        for pool in pools_of(groups):
+            fresh[pool.name] = FreshPages(pool, n_pages[pool.name])
+        ids = {name: pages.ids for name, pages in fresh.items()}
+        if regrouping is None:
+            for pool in pools_of(groups):
+                with pool.bytes.writing(ids[pool.name]) as arrays:
+                    container.read_into(PAGES + pool.name, arrays)
+            return ids
+        regrouping.fill(groups, ids)
         for group in groups:
-            found = conversions.get(group.name)
-            for i, pool in enumerate(group.pools):
-                pages = fresh[pool.name] = FreshPages(pool, n_pages[pool.name])
-                with pool.bytes.writing(pages.ids) as arrays:
-                    into = _converted(arrays, found.sizes[i], found.pages[i]) if found else arrays
-                    container.read_into(PAGES + pool.name, into)
-            if found and group.kind == "recurrent":
-                _derive(group, held, [fresh[pool.name].ids for pool in group.pools])
+            if group.kind == "recurrent" and regrouping.incomplete(group):
+                _derive(group, held, [ids[pool.name] for pool in group.pools])
     except BaseException:
         for pages in fresh.values():
             pages.give_back()
         raise
-    return {name: pages.ids for name, pages in fresh.items()}
-
-
-def _converted(arrays: Iterable[Bytes], size: int, convert: Convert) -> Iterator[Bytes]:
-    """Pages of the file to be filled one by one: each is converted when the next is asked for."""
-    for array in arrays:
-        page: Bytes = np.empty(size, np.uint8)
-        yield page
-        convert(page, array)
+    return ids
 
 
 def _derive(group: AnyGroup, held: Sequence[Held], ids: Sequence[Int32]) -> None:
@@ -187,19 +183,3 @@ def _derive(group: AnyGroup, held: Sequence[Held], ids: Sequence[Int32]) -> None
     if longest:
         rows = [(state, int(logs[log]), n) for log, (state, n) in longest.items()]
         group.device.derive(group.name, rows)
-
-
-class FreshPages:
-    """Pages for what is being read, which nobody holds yet."""
-
-    def __init__(self, pool: PagePool, n: int) -> None:
-        self.pool = pool
-        self._backed = np.frombuffer(bytes(pool.commitment.backed), np.uint8)
-        self.ids = pool.allocate(n)
-
-    def give_back(self) -> None:
-        """As if they had never been taken: idle pages that were there stay, others go."""
-        self.pool.release(self.ids)
-        if self.pool.commitment.gives_back:
-            new = self.ids[self._backed[self.ids] == 0]
-            self.pool.commitment.give_back(new.astype(np.intp))

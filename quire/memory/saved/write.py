@@ -9,9 +9,10 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING, BinaryIO
 
 from quire.errors import RequestError
-from quire.memory.saved.check import EXTRA, FORMAT, PAGES, VERSION, flag_name, split_groups
+from quire.memory.saved.check import EXTRA, FORMAT, VERSION, flag_name, split_groups
 from quire.memory.saved.format import Tensor, write_container
 from quire.memory.saved.holders import Snapshot, describe, pools_of
+from quire.memory.saved.sources import PAGES
 from quire.memory.saved.types import Extra, StateFlags
 
 if TYPE_CHECKING:

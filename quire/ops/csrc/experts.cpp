@@ -22,8 +22,25 @@ struct Pairs {
     std::vector<int32_t> expert;  // of a token's k-th choice, at token · used + k
     std::vector<float> weight;    // likewise
     std::vector<int64_t> place;   // likewise: which pair it is
+    std::vector<int64_t> choice;  // of a pair: token · used + k
     std::vector<int64_t> token;   // of a pair
     int64_t count() const { return int64_t(token.size()); }
+
+    // Once experts are known: the places of pairs, sorted by expert.
+    void sort(int64_t experts, int64_t used) {
+        first.assign(size_t(experts + 1), 0);
+        for (int32_t e : expert) first[size_t(e + 1)]++;
+        for (int64_t e = 0; e < experts; e++) first[size_t(e + 1)] += first[size_t(e)];
+        std::vector<int64_t> next(first.begin(), first.end() - 1);
+        place.resize(expert.size());
+        choice.resize(expert.size());
+        token.resize(expert.size());
+        for (size_t i = 0; i < expert.size(); i++) {
+            place[i] = next[size_t(expert[i])]++;
+            choice[size_t(place[i])] = int64_t(i);
+            token[size_t(place[i])] = int64_t(i) / used;
+        }
+    }
 };
 
 void choose(const float* logits, int64_t n, const Routing& routing, uint8_t* taken, int32_t* ids, float* weights) {
@@ -54,16 +71,7 @@ Pairs route(Cpu& cpu, const Array& logits, const Routing& routing) {
             choose(logits.row(t), count, routing, &taken[size_t(thread * count)], &pairs.expert[size_t(t * used)],
                    &pairs.weight[size_t(t * used)]);
     });
-    pairs.first.assign(size_t(count + 1), 0);
-    for (int32_t e : pairs.expert) pairs.first[size_t(e + 1)]++;
-    for (int64_t e = 0; e < count; e++) pairs.first[size_t(e + 1)] += pairs.first[size_t(e)];
-    std::vector<int64_t> next(pairs.first.begin(), pairs.first.end() - 1);
-    pairs.place.resize(pairs.expert.size());
-    pairs.token.resize(pairs.expert.size());
-    for (size_t i = 0; i < pairs.expert.size(); i++) {
-        pairs.place[i] = next[size_t(pairs.expert[i])]++;
-        pairs.token[size_t(pairs.place[i])] = int64_t(i) / used;
-    }
+    pairs.sort(count, used);
     return pairs;
 }
 
@@ -163,31 +171,75 @@ void add_rows(const Pairs& pairs, int64_t token, int64_t used, const Array& rows
     }
 }
 
-}  // namespace
-
-void experts(Cpu& cpu, const Array& x, const Experts& w, const Routing& routing, Array& out) {
-    const MatmulKernels& kernels = matmul_kernels(cpu.isa);
-    const int64_t n = x.rows, ffn = w.down.cols;
-    if (n == 0) return;
-    Array h = cpu.array(n, x.cols), logits = cpu.array(n, w.count());
+// Who is chosen for each row of x, and what the experts' first matrix makes of it, pair by pair.
+Pairs enter(Cpu& cpu, const Array& x, const Entrance& w, const Routing& routing, Array& gate_up) {
+    Array h = cpu.array(x.rows, x.cols), logits = cpu.array(x.rows, w.count());
     rms_norm(cpu, x, w.norm, w.eps, h);
     Linear exact;  // a choice that flips is a large error
     exact.exact = true;
     linear(cpu, h, w.router, exact, logits);
-    const Pairs pairs = route(cpu, logits, routing);
-
-    Array gate_up = cpu.array(pairs.count(), 2 * ffn), rows = cpu.array(pairs.count(), out.cols);
+    Pairs pairs = route(cpu, logits, routing);
     multiply_pairs(cpu, w.gate_up, pairs, [&](int64_t pair, float*) { return h.row(pairs.token[size_t(pair)]); },
                    gate_up);
-    multiply_pairs(cpu, w.down, pairs,
-                   [&](int64_t pair, float* room) {
-                       kernels.act_mul(gate_up.row(pair), Act::silu_mul, ffn, room);
-                       return room;
-                   },
-                   rows);
+    return pairs;
+}
+
+// out += what the experts' last matrix makes of the pairs' rows, weighed.
+template <class RowOf>
+void leave(Cpu& cpu, const Matrix& down, const Pairs& pairs, int64_t used, RowOf&& row_of, Array& out) {
+    Array rows = cpu.array(pairs.count(), out.cols);
+    multiply_pairs(cpu, down, pairs, row_of, rows);
+    const int64_t n = out.rows;
     cpu.pool.parallel(n, std::max<int64_t>(1, n / (8 * cpu.pool.size())), [&](int64_t begin, int64_t end, int) {
-        for (int64_t t = begin; t < end; t++) add_rows(pairs, t, routing.used, rows, out.row(t));
+        for (int64_t t = begin; t < end; t++) add_rows(pairs, t, used, rows, out.row(t));
     });
+}
+
+}  // namespace
+
+void experts(Cpu& cpu, const Array& x, const Entrance& w, const Matrix& down, const Routing& routing, Array& out) {
+    const MatmulKernels& kernels = matmul_kernels(cpu.isa);
+    const int64_t ffn = down.cols;
+    if (x.rows == 0) return;
+    Array gate_up = cpu.array(x.rows * routing.used, 2 * ffn);
+    const Pairs pairs = enter(cpu, x, w, routing, gate_up);
+    leave(cpu, down, pairs, routing.used,
+          [&](int64_t pair, float* room) {
+              kernels.act_mul(gate_up.row(pair), Act::silu_mul, ffn, room);
+              return room;
+          },
+          out);
+}
+
+void experts_in(Cpu& cpu, const Array& x, const Entrance& w, const Routing& routing, Array& chosen, Array& middle) {
+    const MatmulKernels& kernels = matmul_kernels(cpu.isa);
+    if (x.rows == 0) return;
+    Array gate_up = cpu.array(middle.rows, 2 * middle.cols);
+    const Pairs pairs = enter(cpu, x, w, routing, gate_up);
+    for (int64_t t = 0; t < x.rows; t++)
+        for (int64_t k = 0; k < routing.used; k++) {
+            chosen.row(t)[k] = float(pairs.expert[size_t(t * routing.used + k)]);
+            chosen.row(t)[routing.used + k] = pairs.weight[size_t(t * routing.used + k)];
+        }
+    cpu.pool.parallel(middle.rows, std::max<int64_t>(1, middle.rows / (8 * cpu.pool.size())),
+                      [&](int64_t begin, int64_t end, int) {
+                          for (int64_t i = begin; i < end; i++)
+                              kernels.act_mul(gate_up.row(pairs.place[size_t(i)]), Act::silu_mul, middle.cols,
+                                              middle.row(i));
+                      });
+}
+
+void experts_out(Cpu& cpu, const Array& middle, const Array& chosen, int64_t count, const Matrix& down, Array& out) {
+    const int64_t used = chosen.cols / 2;
+    if (out.rows == 0) return;
+    Pairs pairs;
+    for (int64_t t = 0; t < chosen.rows; t++)
+        for (int64_t k = 0; k < used; k++) {
+            pairs.expert.push_back(int32_t(chosen.row(t)[k]));
+            pairs.weight.push_back(chosen.row(t)[used + k]);
+        }
+    pairs.sort(count, used);
+    leave(cpu, down, pairs, used, [&](int64_t pair, float*) { return middle.row(pairs.choice[size_t(pair)]); }, out);
 }
 
 void add_gated(Cpu& cpu, const Array& y, const Array& gate, Array& out) {

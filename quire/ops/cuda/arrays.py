@@ -102,8 +102,6 @@ class Arrays:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self.packed_total = 0
-        """Bytes that matrices hold."""
         self._arrays: WeakSet[CudaArray] = WeakSet()
 
     def new(self, values: torch.Tensor) -> CudaArray:
@@ -118,7 +116,7 @@ class Arrays:
         """Bytes held for arrays: all that torch has of the GPU and no matrix holds."""
         if self.machine.interpreted:
             return sum(each.nbytes for each in self._arrays)
-        return max(self.machine.reserved - self.packed_total, 0)
+        return max(self.machine.reserved - self.machine.weights, 0)
 
     def trim(self) -> None:
         """Returns to the system what no array uses."""

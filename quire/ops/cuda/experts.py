@@ -14,9 +14,12 @@ from quire.ops.cuda.matrices import Segment
 from quire.ops.cuda.multiply import MULTIPLY, tile_of
 from quire.ops.cuda.products import Matrices, matrix_of
 
+Tiles = tuple[torch.Tensor, torch.Tensor]
+Entered = tuple[torch.Tensor, torch.Tensor, Tiles, CudaArray]
+
 
 class Experts(Matrices):
-    """The operation `experts` of the table."""
+    """The operation `experts` of the table, whole and in two halves."""
 
     def experts(
         self, x: Array, router: Matrix, gate_up: Matrix, down: Matrix, n_used: int, *,
@@ -24,15 +27,59 @@ class Experts(Matrices):
     ) -> Array:  # fmt: skip
         """Adds to `into` what the `n_used` likeliest experts make of rms_norm(x)."""
         need_same("experts", x, into)
+        width, count = x.shape[1], router.rows
+        need(gate_up.rows == 2 * count * down.cols, f"gate_up has {gate_up.rows} rows")
+        downs = matrices.expert_segments(matrix_of(down), count, width, down.cols)
+        entered = self._routed_in(x, router, gate_up, n_used, norm, eps, normalize, scale)
+        if entered is not None:
+            _, shares, tiles, middle = entered
+            self._routed_out(middle, 1, downs, tiles, shares, into)
+        return into
+
+    def experts_in(
+        self, x: Array, router: Matrix, gate_up: Matrix, n_used: int, *,
+        norm: Array, eps: float, normalize: bool, scale: float,
+    ) -> tuple[Array, Array]:  # fmt: skip
+        """The first half: the choice, and the middle."""
+        entered = self._routed_in(x, router, gate_up, n_used, norm, eps, normalize, scale)
+        if entered is None:
+            ffn = gate_up.rows // router.rows // 2
+            return self.new(self.machine.empty(0, 2 * n_used)), self.new(self.machine.empty(0, ffn))
+        chosen, shares, _, middle = entered
+        gate, up = middle.values.chunk(2, 1)
+        acted = torch.nn.functional.silu(gate) * up
+        return self.new(torch.hstack([chosen.float(), shares])), self.new(acted)
+
+    def experts_out(
+        self, middle: Array, chosen: Array, count: int, down: Matrix, into: Array
+    ) -> Array:
+        """The second half: adds to `into` what `down` makes of it."""
+        n, width = into.shape
+        used = chosen.shape[1] // 2
+        need(chosen.shape == (n, 2 * used), f"a choice of {chosen.shape} for {n} rows")
+        need(middle.shape == (n * used, down.cols), f"a middle of {middle.shape}")
+        downs = matrices.expert_segments(matrix_of(down), count, width, down.cols)
+        if n == 0:
+            return into
+        ids, shares = values_of(chosen).chunk(2, 1)
+        tiles = self._tiles(ids.reshape(-1).int(), count)
+        self._routed_out(array_of(middle), 0, downs, tiles, shares.contiguous(), into)
+        return into
+
+    def _routed_in(
+        self, x: Array, router: Matrix, gate_up: Matrix, n_used: int, norm: Array, eps: float,
+        normalize: bool, scale: float,
+    ) -> Entered | None:  # fmt: skip
+        """The choice, the experts' shares, tiles of pairs, and gate and up; None of no rows."""
         n, width = x.shape
         count = router.rows
         need(router.cols == width, f"router has {router.cols} columns")
         need(1 <= n_used <= count, f"n_used is {n_used}; there are {count} experts")
-        ups = matrices.expert_segments(matrix_of(gate_up), count, 2 * down.cols, width)
-        downs = matrices.expert_segments(matrix_of(down), count, width, down.cols)
+        rows = gate_up.rows // count
+        ups = matrices.expert_segments(matrix_of(gate_up), count, rows, width)
         weight = row_of(norm, width, "norm")
         if n == 0:
-            return into
+            return None
         logits = self.linear_int16(x, router, norm, eps)
         chosen = self.machine.empty(n, n_used, dtype=torch.int32)
         shares = self.machine.empty(n, n_used)
@@ -42,13 +89,19 @@ class Experts(Matrices):
         )  # fmt: skip
         tiles = self._tiles(chosen.view(-1), count)
         middle = self._routed(array_of(x), weight, eps, 0, ups, tiles, n * n_used, n_used)
-        y = self._routed(middle, None, 0.0, 1, downs, tiles, n * n_used, 1)
+        return chosen, shares, tiles, middle
+
+    def _routed_out(
+        self, middle: CudaArray, act: int, downs: list[Segment], tiles: Tiles,
+        shares: torch.Tensor, into: Array,
+    ) -> None:  # fmt: skip
+        (n, n_used), width = shares.shape, into.shape[1]
+        y = self._routed(middle, None, 0.0, act, downs, tiles, n * n_used, 1)
         kernels.mix[(triton.cdiv(width, 256), n)](
             values_of(into), y.values, shares, n_used, width, BLOCK=256, num_warps=2
         )
-        return into
 
-    def _tiles(self, experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _tiles(self, experts: torch.Tensor, count: int) -> Tiles:
         """Pairs sorted by expert, in tiles of one expert each: their experts, and their pairs.
 
         There are as many tiles as there could be at most, so that nobody waits for a count.
@@ -74,7 +127,7 @@ class Experts(Matrices):
 
     def _routed(
         self, x: CudaArray, norm: torch.Tensor | None, eps: float, act: int,
-        segments: list[Segment], tiles: tuple[torch.Tensor, torch.Tensor], n_pairs: int,
+        segments: list[Segment], tiles: Tiles, n_pairs: int,
         divide: int,
     ) -> CudaArray:  # fmt: skip
         """What each pair's expert makes of its token's row, or of its own."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
+import weakref
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,12 +47,19 @@ class OnDevice:
         return len(self.tensor)
 
 
+_ALIGN = 256  # bytes that matrices begin at multiples of
+_ODD = 1 << 16  # bytes that this may take in all
+_weights: Counter[torch.device] = Counter()
+"""Bytes that matrices hold of each GPU: what torch tells is of the whole process too."""
+
+
 class Machine:
     """One GPU, or the host under Triton's interpreter, which is how kernels run without one."""
 
     def __init__(self, index: int | None) -> None:
         """The GPU of this number; None for the interpreter."""
         self.interpreted = index is None
+        self._room: torch.Tensor | None = None
         self.device = torch.device("cpu") if index is None else torch.device("cuda", index)
 
     @property
@@ -98,6 +108,32 @@ class Machine:
         """Whether kernels may be launched before those that they wait for end (from Hopper on)."""
         return not self.interpreted and torch.cuda.get_device_capability(self.device) >= (9, 0)
 
+    def expect(self, n_bytes: int) -> None:
+        """Takes memory for so many bytes of weights that `weight` will ask for, until `trim`."""
+        self._room = self.empty(n_bytes + _ODD, dtype=torch.uint8) if n_bytes else None
+
+    def weight(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Memory of a matrix: the next piece of what was taken at once, as long as there is some.
+
+        It lives as long as any of its pieces.
+        """
+        n_bytes = math.prod(shape) * dtype.itemsize
+        room = self._room
+        if room is None or n_bytes > len(room):
+            return self.empty(*shape, dtype=dtype)
+        self._room = room[-(-n_bytes // _ALIGN) * _ALIGN :]
+        return room[:n_bytes].view(dtype).view(*shape)
+
+    def count_weights(self, matrix: object, n_bytes: int) -> None:
+        """Counts what a matrix holds, for as long as it is there."""
+        _weights[self.device] += n_bytes
+        weakref.finalize(matrix, _weights.subtract, {self.device: n_bytes})
+
+    @property
+    def weights(self) -> int:
+        """Bytes that the matrices of all models in this process hold."""
+        return _weights[self.device]
+
     @property
     def hopper(self) -> bool:
         """Whether the GPU has Hopper's own instructions, which no other has."""
@@ -113,7 +149,8 @@ class Machine:
         return int(found["reserved_bytes"]["all"]["current"])
 
     def trim(self) -> None:
-        """Returns what torch only keeps for later."""
+        """Returns what is only kept for later."""
+        self._room = None
         if not self.interpreted:
             torch.cuda.empty_cache()
 

@@ -86,7 +86,7 @@ def pack(parts: Sequence[Part], machine: Machine) -> CudaMatrix:
 def _segment(parts: list[Part], machine: Machine) -> Segment:
     cols, format = parts[0][2], format_of(parts[0][0])
     rows = tuple(part[1] for part in parts)
-    q = machine.empty(*format.stored(sum(rows), cols), dtype=format.dtype)
+    q = machine.weight(format.stored(sum(rows), cols), format.dtype)
     if format.bits:
         _fill_tiles(format, parts, q, machine)
     else:

@@ -28,10 +28,14 @@ def matrix_of(w: Matrix) -> CudaMatrix:
 class Matrices(Multiplying):
     """Products with weights."""
 
+    def expect(self, n_bytes: int) -> None:
+        """Takes the memory of these matrices in one piece: torch would round each of them up."""
+        self.machine.expect(n_bytes)
+
     def pack(self, parts: Sequence[Part]) -> Matrix:
         """One matrix from parts stacked along rows."""
         made = matrices.pack(parts, self.machine)
-        self.packed_total += made.nbytes
+        self.machine.count_weights(made, made.nbytes)
         return made
 
     def packed_bytes(self, parts: Sequence[tuple[int, int, int]]) -> int:

@@ -8,6 +8,8 @@ A step of one shape runs eagerly the first time, which compiles what it needs, i
 second time and replayed from then on. Shapes are rounded up, so that there are few of them; what
 fills them up is no token, and changes nothing. Nobody waits for a step: its ids are read when
 they are asked for, and the next step may take its tokens from them on the device.
+
+Of a model whose first layers are elsewhere the rest is such a step: it begins with their rows.
 """
 
 from __future__ import annotations
@@ -44,8 +46,10 @@ class Layers(Protocol):
 
     @property
     def n_layers(self) -> int: ...
+    @property
+    def width(self) -> int: ...
     def embed(self, batch: Batch) -> Array: ...
-    def run(self, x: Array, batch: Batch, start: int, stop: int) -> Array: ...
+    def run(self, x: Array, batch: Batch, start: int, stop: int, on: Any) -> Array: ...
     def logits(self, x: Array) -> Array: ...
 
 
@@ -78,8 +82,10 @@ class Key(NamedTuple):
 class Captured:
     """One shape of step: what it reads, its graph once there is one, what it makes."""
 
-    def __init__(self, key: Key, machine: Machine) -> None:
+    def __init__(self, key: Key, machine: Machine, width: int) -> None:
+        """`width` is that of rows that it begins with, or 0."""
         self.key = key
+        self.x = machine.empty(key.tokens, width).zero_()
         drawn = [2 * key.rows] * 3 + [key.rows] * 2 if key.choice.random else []
         self.sizes = [*drawn, key.rows, *[key.tokens] * 3]
         for _, shape in key.groups:
@@ -95,10 +101,10 @@ class Captured:
 
 
 class Steps:
-    """The steps of one model on one GPU."""
+    """The steps of one model on one GPU, from a layer on."""
 
-    def __init__(self, model: Layers, ops: Any) -> None:
-        self._model, self._ops = model, ops
+    def __init__(self, model: Layers, ops: Any, first: int = 0) -> None:
+        self._model, self._ops, self._first = model, ops, first
         self._machine: Machine = ops.machine
         self._events = Events(self._machine)
         self._known: OrderedDict[Key, Captured] = OrderedDict()
@@ -112,10 +118,12 @@ class Steps:
     def run(
         self, tokens: Int32, positions: Int32, seq_rows: Int32, groups: Mapping[str, Group],
         rows: Int32, draws: Sequence[tuple[Sampler, float] | None], sources: Int32 | None,
+        x: Array | None = None,
     ) -> tuple[Array, Drawn] | None:  # fmt: skip
         """Logits of rows, and the tokens that follow them; None where it has to be run plainly.
 
-        A token with a source takes its id from that row of the step before.
+        A token with a source takes its id from that row of the step before. Where the first layers
+        are elsewhere, x is what comes from them.
         """
         if len(tokens) > MOST_TOKENS:
             return None
@@ -124,7 +132,8 @@ class Steps:
             return None
         step = self._known.get(key)
         if step is None:
-            step = self._known[key] = Captured(key, self._machine)
+            width = self._model.width if self._first else 0
+            step = self._known[key] = Captured(key, self._machine, width)
             while len(self._known) > _GRAPHS:
                 self._known.popitem(last=False)
         elif step is not self._latest:
@@ -133,6 +142,8 @@ class Steps:
         columns = self._columns(key, tokens, positions, seq_rows, groups, rows, draws, sources)
         self._events.wait()
         step.stage.put(columns)
+        if x is not None:
+            step.x[: len(tokens)].copy_(values_of(x))
         end = None if self._machine.interpreted else self.clock.start(len(tokens))
         self._replay(step, groups)
         if end is not None:
@@ -225,8 +236,9 @@ class Steps:
                 pages = Paged(group.bases[0], shape, columns)
             made[name] = GroupPages(pages, group.offsets)
         batch = Batch(cast(Any, OnDevice(tokens)), cast(Any, OnDevice(positions)), made)
-        x = model.embed(batch)
-        x = model.run(x, batch, 0, model.n_layers)
+        # Layers add to x in place: what fills it up must not grow from step to step.
+        x = ops.new(step.x.clone()) if self._first else model.embed(batch)
+        x = model.run(x, batch, self._first, model.n_layers, ops)
         if not step.key.every_row:
             x = ops.take_rows(x, OnDevice(wanted))
         step.logits = model.logits(x)

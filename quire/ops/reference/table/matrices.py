@@ -66,6 +66,9 @@ class Matrices(Arrays):
         super().__init__()
         self._dequantize = dequantize
 
+    def expect(self, n_bytes: int) -> None:
+        """Each matrix is an array of its own."""
+
     def pack(self, parts: Sequence[Part]) -> Matrix:
         """One matrix from parts stacked along rows."""
         need(parts, "a matrix needs at least one part")
@@ -136,5 +139,32 @@ class Matrices(Arrays):
             matrix_of(gate_up).stack(router.rows, 2 * down.cols, x.shape[1]),
             matrix_of(down).stack(router.rows, x.shape[1], down.cols), n_used,
             row_of(norm, x.shape[1], "norm"), eps, normalize, scale, values_of(into), exact=True,
+        )  # fmt: skip
+        return into
+
+    def experts_in(
+        self, x: Array, router: Matrix, gate_up: Matrix, n_used: int, *,
+        norm: Array, eps: float, normalize: bool, scale: float,
+    ) -> tuple[Array, Array]:  # fmt: skip
+        """The first half: the choice, and the middle."""
+        count, width = router.rows, x.shape[1]
+        need(router.cols == width, f"router has {router.cols} columns")
+        need(1 <= n_used <= count, f"n_used is {n_used}; there are {count} experts")
+        chosen, shares, middle = experts.experts_in(
+            values_of(x), matrix_of(router).values,
+            matrix_of(gate_up).stack(count, gate_up.rows // count, width), n_used,
+            row_of(norm, width, "norm"), eps, normalize, scale, exact=True,
+        )  # fmt: skip
+        return self.new(np.hstack([chosen, shares]).astype(np.float32)), self.new(middle)
+
+    def experts_out(
+        self, middle: Array, chosen: Array, count: int, down: Matrix, into: Array
+    ) -> Array:
+        """The second half: adds to `into` what `down` makes of it."""
+        ids, shares = np.split(values_of(chosen), 2, axis=1)
+        need(((ids >= 0) & (ids < count)).all(), f"an expert that is not one of {count}")
+        values_of(into)[:] = experts.experts_out(
+            values_of(middle), ids.astype(np.int64), shares.astype(np.float64),
+            matrix_of(down).stack(count, into.shape[1], down.cols), values_of(into), exact=True,
         )  # fmt: skip
         return into

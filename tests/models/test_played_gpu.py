@@ -1,0 +1,144 @@
+"""A GPU that the host plays: what is said of devices by name holds where there is no real one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import quire
+from quire.devices import cuda
+from quire.devices.budget import Budget
+from quire.devices.host import HostDevice
+from quire.models.loader import MIXER, OUTPUT, Part
+from quire.ops.batch import Batch
+from quire.ops.cpu import CpuOps
+from tests import session_kinds
+
+IDS = [int(i) for i in np.random.default_rng(6).integers(3, 250, 100)]
+
+
+class Drawn:
+    """Tokens that were chosen."""
+
+    def __init__(self, ids: Any) -> None:
+        self.ids = ids
+
+    def read(self) -> Any:
+        return self.ids
+
+
+class PlayedSteps:
+    """Whole steps, or the rest of them from a layer on, as a GPU is told of them."""
+
+    seconds_per_token = 0.0
+
+    def __init__(self, device: Any, model: Any, first: int) -> None:
+        self._device, self._model, self._first = device, model, first
+        self.ran, self._last = 0, np.zeros(512, np.int32)
+
+    def run(
+        self, tokens: Any, positions: Any, seq_rows: Any, views: Any, rows: Any, draws: Any,
+        sources: Any, x: Any = None,
+    ) -> Any:  # fmt: skip
+        device, model = self._device, self._model
+        if sources is not None:
+            assert not self._first, "layers elsewhere need the tokens"
+            tokens = np.where(sources >= 0, self._last[sources], tokens).astype(np.int32)
+        groups = {name: device.group(name, view, positions, seq_rows)
+                  for name, view in views.items()}  # fmt: skip
+        batch = Batch(tokens, positions, groups)
+        assert (x is None) == (self._first == 0)
+        x = model.embed(batch) if x is None else x
+        x = model.run(x, batch, self._first, model.n_layers, device.ops)
+        logits = model.logits(device.ops.take_rows(x, rows))
+        ids = np.full(len(rows), -1, np.int32)
+        for row, draw in enumerate(draws):
+            if draw is not None:
+                at = np.array([row], np.int32)
+                ids[row] = device.ops.sample(logits, at, [draw[0]], np.array([draw[1]]))[0]
+        self._last[: len(ids)] = ids
+        self.ran += 1
+        return logits, Drawn(ids)
+
+
+class Played(HostDevice):
+    """The host's memory and kernels under the name of a GPU."""
+
+    def __init__(self, budget: Budget, index: int = 0, exact_batches: bool = True) -> None:
+        super().__init__(budget, CpuOps(1), f"cuda:{index}")
+
+    def steps(self, model: Any, first: int = 0) -> Any:
+        return PlayedSteps(self, model, first)
+
+
+@pytest.fixture(autouse=True)
+def played(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cuda, "CudaDevice", Played)
+    monkeypatch.setattr(cuda, "free_bytes", lambda index=0: (8 << 30, 8 << 30, False))
+
+
+@pytest.mark.parametrize("kind", ["dense", "hybrid", "moe"])
+def test_every_number_of_layers(kind: str, tmp_path: Path) -> None:
+    """With names short and long, and a long prompt whose weights may pass through."""
+    path = session_kinds.write(kind, tmp_path)
+    with quire.load(path, device="cpu", threads=1) as whole:
+        wanted, n = whole.logits(IDS), whole.model.n_layers
+    for layers in range(n + 2):
+        for device, exact in (("cuda", True), ("cuda:0", False)):
+            settings: dict[str, Any] = {"device": device, "exact_batches": exact, "threads": 1}
+            with quire.load(path, n_gpu_layers=layers, **settings) as llm:
+                assert np.array_equal(llm.logits(IDS), wanted)
+                assert np.array_equal(llm.logits(IDS), wanted)
+                plan = llm.plan
+                assert {d.name for d in llm.devices} == {
+                    one.device.name for one in plan.devices if one.parts
+                }
+                if layers:
+                    assert plan.device_of(Part(OUTPUT)) == llm.device.name == "cuda:0"
+                for one in plan.devices:
+                    if one.device.kind == "cuda":  # steps are recorded from a layer on
+                        assert bool(one.graphs) == (layers > 1)
+                        held = llm.device.budget.breakdown["weights"]
+                        assert held == sum(one.weights.values())
+            assert {d.budget.used for d in llm.devices} == {0}
+
+
+@pytest.mark.parametrize("kind", ["dense", "hybrid", "moe"])
+def test_the_rest_of_a_step_is_the_gpus_own(kind: str, tmp_path: Path) -> None:
+    """From the first layer on that is all there; what is generated is the same, drafted or not."""
+    path = session_kinds.write(kind, tmp_path)
+    with quire.load(path, device="cpu", threads=1) as whole:
+        n = whole.model.n_layers
+        wanted = whole.generate([IDS[:20], IDS[20:50]], max_tokens=12, ignore_eos=True)
+        hot = whole.generate(IDS, max_tokens=12, temperature=0.9, seed=3, ignore_eos=True)
+    settings: list[dict[str, Any]] = [{"n_gpu_layers": layers} for layers in range(1, n + 2)]
+    if kind == "moe":
+        settings.append({"n_cpu_moe": 1})
+    for each in settings:
+        with quire.load(path, device="cuda", threads=1, **each) as llm:
+            steps: Any = llm.engine.runner.steps
+            first = llm.model.first_of(llm.ops)
+            assert (steps is None) == (first == n) and llm.engine.runner.flies == (first == 0)
+            found = llm.generate([IDS[:20], IDS[20:50]], max_tokens=12, ignore_eos=True)
+            assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
+            again = llm.generate(IDS, max_tokens=12, temperature=0.9, seed=3, ignore_eos=True)
+            assert again.token_ids == hot.token_ids
+            for way in ("ngram", "early-exit"):
+                drafted = llm.generate(IDS[:20], max_tokens=12, ignore_eos=True, speculate=way)
+                assert drafted.token_ids == wanted[0].token_ids
+            assert steps is None or steps.ran > 12
+            llm.memory.audit()
+
+
+@pytest.mark.parametrize("name", ["cuda", "cuda:0"])
+@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
+def test_a_budget_is_that_of_the_gpu_that_it_names(device: str, name: str, tmp_path: Path) -> None:
+    path = session_kinds.write("dense", tmp_path)
+    with quire.load(path, device=device, memory_budget={name: "300MiB"}, threads=1) as llm:
+        assert llm.device.name == "cuda:0" and llm.budget.limit == 300 << 20
+        llm.resize({"cuda:0": "400MiB"})
+        assert llm.plan.device_of(Part(MIXER, 0)) == "cuda:0"
