@@ -187,7 +187,7 @@ class Engine(Sequences):
         if flight is not None:
             if not (self.runner.steps and self.runner.steps.replayed):
                 self._pay()
-        elif drafts is not None or drawn is None:
+        elif drafts is not None or drawn is None or not self.runner.flies:
             self._pay()
 
     def _pay(self) -> None:

@@ -34,6 +34,7 @@ class PlayedSteps:
     """Whole steps, or the rest of them from a layer on, as a GPU is told of them."""
 
     seconds_per_token = 0.0
+    replayed = False
 
     def __init__(self, device: Any, model: Any, first: int) -> None:
         self._device, self._model, self._first = device, model, first
@@ -124,6 +125,8 @@ def test_the_rest_of_a_step_is_the_gpus_own(kind: str, tmp_path: Path) -> None:
             first = llm.model.first_of(llm.ops)
             assert (steps is None) == (first == n) and llm.engine.runner.flies == (first == 0)
             found = llm.generate([IDS[:20], IDS[20:50]], max_tokens=12, ignore_eos=True)
+            for one in llm.devices if first else ():  # all arrays are paid
+                assert one.ops.compute_bytes == one.budget.breakdown["compute"]
             assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
             again = llm.generate(IDS, max_tokens=12, temperature=0.9, seed=3, ignore_eos=True)
             assert again.token_ids == hot.token_ids
