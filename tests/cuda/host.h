@@ -69,7 +69,6 @@ static void meet(int kind, int size) {
 static void __syncwarp() { meet(0, 32); }
 static void __syncthreads() { meet(1, THREADS); }
 static void meet_cluster() { meet(2, blocks * THREADS); }
-static int cluster_size() { return blocks; }
 static float2 load2_of(u32 rank, u32 at) { return *(float2*)(rooms[rank] + at); }
 
 // What the lanes of a warp gave, each up to six words; valid until they meet twice more.
@@ -132,6 +131,7 @@ static void copy16_if(u32 to, const void* from, bool inside) {
   if (late) fibers[now].open.push_back({to, from, inside});
   else copy({to, from, inside});
 }
+static void copy16(u32 to, const void* from) { copy16_if(to, from, true); }
 static void commit_copies() {
   fibers[now].copies.push_back(fibers[now].open);
   fibers[now].open.clear();

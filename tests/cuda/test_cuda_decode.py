@@ -36,8 +36,8 @@ SHAPES = [
     (Heads(16, 1, 64, 64, scale=0.1), "bf16", 16), (Heads(4, 4, 256, 256, scale=0.05), "bf16", 32),
 ]  # fmt: skip
 CUTS = [
-    Cut(2, 1, 1, 99, False), Cut(2, 1, 2, 1, False), Cut(2, 1, 4, 2, False), Cut(2, 1, 4, 1, True),
-    *([Cut(1, 1, 9, 1, False), Cut(3, 1, 2, 1, False)] if GPU else []),
+    Cut(2, 1, 1, 1), Cut(2, 1, 2, 2), Cut(2, 1, 9, 9), Cut(2, 1, 2, 4, rooms=2),
+    *([Cut(1, 1, 9, 9), Cut(3, 1, 2, 2), Cut(2, 1, 3, 8, rooms=2)] if GPU else []),
 ]  # fmt: skip
 HERE = SHAPES if GPU else SHAPES[:2]
 TAKEN = attend_native.takes
@@ -175,10 +175,11 @@ def test_the_kernel_is_used() -> None:
     """Of what models have; a cap on scores, other types and rows are Triton's."""
     rig = Rig(Heads(32, 8, 128, 128, scale=0.1))
     machine, layer = rig.got.ops.machine, rig.got.heads
-    assert attend_native.takes(machine, layer)
+    assert attend_native.takes(machine, layer, 16)
+    assert not attend_native.takes(machine, layer, 48)
     for other in (
         Rig(Heads(32, 8, 128, 128, scale=0.1), "q8_0", "q8_0"), Rig(Heads(4, 2, 96, 96, scale=1.0)),
         Rig(Heads(4, 2, 64, 64, scale=1.0, softcap=20.0)), Rig(Heads(40, 1, 64, 64, scale=1.0)),
         Rig(Heads(4, 2, 64, 64, scale=1.0), "f16", "bf16"),
     ):  # fmt: skip
-        assert not attend_native.takes(machine, other.got.heads)
+        assert not attend_native.takes(machine, other.got.heads, 16)

@@ -89,7 +89,7 @@ def test_attention_of_one_token(dims: int) -> None:
         assert 0 < registers(code)["attend"] <= 65536 // (256 * how.blocks)
         assert stack(code) == 0
         room = (
-            attend_native.shared_bytes(dims, how.stages, how.each) + 1152
+            attend_native.shared_bytes(dims, how, how.stages, 16) + 1152
         )  # what every block has besides
         assert how.blocks * room <= 228 << 10
 

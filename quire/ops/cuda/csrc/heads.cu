@@ -4,15 +4,16 @@
 struct AttendArgs {
   const float* qkv;
   float* out;
-  float *parts, *tops, *masses;  // of spans that other blocks merge: [spans, queries, DIMS], [spans, queries]
+  float *parts, *tops;           // of spans that another block may join: [spans, queries, DIMS], [spans, queries, 2]
   int* arrived;                  // [sequences, KV heads]: 0 between launches
   u8* base;                      // where page 0 lies
   const int *tables, *first, *length, *slots, *positions;
   const float *q_norm, *k_norm;  // null: none
   const float* rope;             // [sequences, n_rot]
   long long page_bytes, k_offset, v_offset, stride;
-  int seqs, table_cols, heads, kv_heads, page_tokens, n_rot, neox, store, window;
-  int least;                     // spans that a block takes at least
+  int seqs, table_cols, heads, kv_heads, page_tokens, page_bits, n_rot, neox, store, window;
+  int shares, most;              // spans of a head are cut in so many parts, of so many spans at most
+  int rooms;                     // spans of a block that those of its cluster can read
   float eps, scale;
 };
 
@@ -28,6 +29,7 @@ constexpr int STAGE = TILE * ROW;
 constexpr int Q_ROW = ROW + 16, P_ROW = TILE * 2 + 16;  // apart by 16 bytes, so that eight rows share no bank
 constexpr int Q_AT = STAGES * STAGE, P_AT = Q_AT + EACH * 16 * Q_ROW;
 constexpr int NEW_AT = P_AT + 16 * P_ROW, MAX_AT = NEW_AT + EACH * 2 * ROW;
+constexpr int KEPT_AT = MAX_AT + WARPS * 16 * 4;
 #define NONE __int_as_float(0xff800000)
 
 extern __shared__ __align__(128) u8 memory[];
@@ -76,14 +78,6 @@ __device__ __forceinline__ void meet_cluster() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
-}
-
-__device__ __forceinline__ int cluster_size() {
-  u32 n = 1;
-#if __CUDA_ARCH__ >= 900
-  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(n));
-#endif
-  return n;
 }
 
 __device__ __forceinline__ float2 load2_of(u32 rank, u32 at) {
