@@ -203,8 +203,8 @@ struct Decode : Slots {
     call_back();
     __syncthreads();
     wait_for_previous();
-    const int rows = group + (owner() ? 2 : 0);
-    for (int r = warp; r < EACH * rows; r += WARPS) take(r / rows, r % rows);
+    for (int i = 0; i < EACH; ++i)
+      for (int r = warp; r < group + (owner() ? 2 : 0); r += WARPS) take(i, r);
     __syncthreads();
     float most[2], mass[4], part[SUMMED][4];
     for (int i = 0; i < EACH; ++i, ++head) {
@@ -235,8 +235,10 @@ struct Decode : Slots {
         arrive(2 * tile + 1);
         __syncthreads();
         sum(tile, fade, mass, part);
-        __syncthreads();
-        fetch(2 * tile + 1 + STAGES);
+        if (tile + 1 < EACH * tiles) {
+          __syncthreads();
+          fetch(2 * tile + 1 + STAGES);
+        }
         if (in_span != SPAN / TILE - 1) continue;
         if (programs > 1) {
           keep(my_from + (tile - i * tiles) / (SPAN / TILE), most, mass, part);

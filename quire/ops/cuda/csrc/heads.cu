@@ -127,32 +127,34 @@ __device__ __forceinline__ void turned(float y[DIMS / 32], const AttendArgs& a, 
   constexpr int N = DIMS / 32;
   const int half = a.n_rot / 2, step = a.neox ? half : 1;
   const float* table = a.rope + (u64)blockIdx.x * a.n_rot;
-  float z[N], w[N], w_z[N], cosine[N], sine[N];
-  // Everything is on its way before anything is used; what does not turn has a partner of zeros.
+  float w[N], z[N], w_z[N], cosine[N], sine[N];
+  auto turns = [&](int i) { return i * 32 + lane < a.n_rot; };
+  const int first = a.neox ? half : lane % 2 ? 0 : DIMS;  // dimensions before it are the first of a pair
+  auto second = [&](int i) { return i * 32 + lane >= first; };
+  // Everything is on its way before anything is used.
 #pragma unroll
-  for (int i = 0; i < N; ++i) y[i] = load(x + i * 32 + lane);
-  if (a.n_rot)
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      const int d = i * 32 + lane;
-      const bool turns = d < a.n_rot, second = a.neox ? d >= half : d % 2 == 1;
-      const int other = !turns ? d : second ? d - step : d + step, pair = !turns ? 0 : a.neox ? min(d, other) : d / 2;
-      z[i] = load(x + other), cosine[i] = load(table + pair), sine[i] = load(table + half + pair);
-      w_z[i] = norm ? load(norm + other) : 1.0f;
-      if (!turns) z[i] = w_z[i] = sine[i] = 0.0f, cosine[i] = 1.0f;
-      if (!second) sine[i] = -sine[i];
-    }
-  if (norm) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) w[i] = load(norm + i * 32 + lane);
-    const float inverse = inverse_root(y, a.eps);
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      y[i] = __fmul_rn(__fmul_rn(y[i], inverse), w[i]);
-      z[i] = __fmul_rn(__fmul_rn(z[i], inverse), w_z[i]);
-    }
+  for (int i = 0; i < N; ++i) {
+    y[i] = load(x + i * 32 + lane);
+    w[i] = norm ? load(norm + i * 32 + lane) : 1.0f;
   }
   if (a.n_rot)
 #pragma unroll
-    for (int i = 0; i < N; ++i) y[i] = __fmaf_rn(y[i], cosine[i], __fmul_rn(z[i], sine[i]));
+    for (int i = 0; i < N; ++i) {
+      const int d = i * 32 + lane, other = !turns(i) ? d : second(i) ? d - step : d + step;
+      const int pair = !turns(i) ? 0 : a.neox ? min(d, other) : d / 2;
+      z[i] = load(x + other);
+      w_z[i] = norm ? load(norm + other) : 1.0f;
+      cosine[i] = load(table + pair);
+      sine[i] = load(table + half + pair);
+    }
+  const float inverse = norm ? inverse_root(y, a.eps) : 1.0f;
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    if (norm) y[i] = __fmul_rn(__fmul_rn(y[i], inverse), w[i]);
+    if (!a.n_rot) continue;
+    if (!turns(i)) z[i] = w_z[i] = sine[i] = 0.0f, cosine[i] = 1.0f;
+    sine[i] = second(i) ? sine[i] : -sine[i];
+    if (norm) z[i] = __fmul_rn(__fmul_rn(z[i], inverse), w_z[i]);
+    y[i] = __fmaf_rn(y[i], cosine[i], __fmul_rn(z[i], sine[i]));
+  }
 }

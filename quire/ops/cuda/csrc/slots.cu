@@ -5,6 +5,7 @@ struct Slots {
   const AttendArgs& a;
   const int warp, lane, seq, group;
   int head;                      // of the EACH that this block takes, one after the other
+  int where;                     // the token's own slot among those of all pages
   int shift, low, high;          // visible slots; the token's own is the last of them
   int span_from, span_to;        // that there are
   int my_from, my_to;            // that this block takes
@@ -21,7 +22,8 @@ struct Slots {
 
   // Which spans are this block's; false if none.
   __device__ __forceinline__ bool place() {
-    const int where = load_int(a.slots + seq), slots = load_int(a.length + seq);
+    where = load_int(a.slots + seq);
+    const int slots = load_int(a.length + seq);
     const int begin = load_int(a.first + seq), position = load_int(a.positions + seq);
     shift = begin % SPAN;
     high = min(slots, position - begin + 1);
@@ -93,7 +95,7 @@ struct Slots {
     u8* to = memory + (r < group ? Q_AT + (i * 16 + r) * Q_ROW : NEW_AT + (i * 2 + r - group) * ROW);
     u8* stored = nullptr;
     if (r >= group) {
-      const int where = load_int(a.slots + seq), slot = where & a.page_tokens - 1;
+      const int slot = where & a.page_tokens - 1;
       stored = a.base + (where >> a.page_bits) * a.page_bytes + (r == group ? a.k_offset : a.v_offset) +
                ((long long)head * a.page_tokens + slot) * ROW;
       if (!a.store) {
