@@ -6,7 +6,6 @@ Without a GPU the kernel in CUDA C++ runs on the host, a thread after the other.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,11 +18,11 @@ from quire.ops.cuda import attend_native
 from quire.ops.cuda.attend_native import Cut
 from quire.ops.cuda.attention import Attention
 from quire.ops.cuda.paged import Paged, PageShape, page_columns, shape_of
-from tests.cuda.host_kernels import HostNative, has_compiler
+from tests.cuda.host_kernels import COMPILER, HostNative
 from tests.cuda.pages_rig import Rig, Work, full_rope
 from tests.cuda.sides import GPU, close, same_bits
 
-pytestmark = pytest.mark.skipif(not GPU and not has_compiler(), reason="there is no C++ compiler")
+pytestmark = pytest.mark.skipif(not GPU and not COMPILER, reason="there is no C++ compiler")
 LENGTHS = (1, 15, 64, 65, 127, 128, 129, 255, 256, 300) if GPU else (1, 130)
 """Before the token: on both sides of pages, of blocks and of spans."""
 ALONE, EVERY = [(len(LENGTHS) - 1, 1)], [(seq, 1) for seq in range(len(LENGTHS))]
@@ -44,23 +43,17 @@ TAKEN = attend_native.takes
 
 
 @pytest.fixture(autouse=True)
-def language(folder: Path) -> Iterator[None]:
+def language() -> Iterator[None]:
     """CUDA C++ in every test."""
     if GPU:
         yield
         return
-    host = HostNative(folder)
+    host = HostNative(4)
     with (
         mock.patch.object(attend_native, "native", lambda _: host),
         mock.patch.object(attend_native, "takes", lambda *_: True),
     ):
         yield
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For what the host compiles."""
-    return tmp_path_factory.mktemp("kernels")
 
 
 def filled(
