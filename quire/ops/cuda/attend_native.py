@@ -17,8 +17,8 @@ NAMES = {torch.float16: "Half", torch.bfloat16: "Bfloat"}
 DIMS = (64, 128, 256)
 QUERIES = 16
 """Heads that share a KV head, at most."""
-CLUSTER, ROOMS = 8, 2
-"""Blocks that read each other's memory, and spans in it, at most."""
+CLUSTER, ALONE = 8, 32
+"""Spans up to which blocks of few sequences are a cluster, and have a multiprocessor each."""
 LONG = 16
 """Spans that a block takes, at most."""
 _THREADS, _WARPS = 256, 8
@@ -52,8 +52,6 @@ class Cut(NamedTuple):
     """Blocks that there are for them."""
     rooms: int = 0
     """Spans of a block that the others read in its memory; 0: they are no cluster."""
-    each: int = 1
-    """KV heads of a sequence that a block takes, one after the other."""
 
 
 def takes(machine: Machine, layer: Layer, page_tokens: int) -> bool:
@@ -67,12 +65,13 @@ def takes(machine: Machine, layer: Layer, page_tokens: int) -> bool:
 
 def cut(dims: int, rows: int, spans: int, processors: int, clusters: bool) -> Cut:
     """For so many KV heads of sequences."""
-    stages, blocks = {64: (5, 2), 128: (3, 2), 256: (3, 1)}[dims]
-    full = processors * blocks
-    shares = min(max(full // rows, 1), spans)
-    if clusters and shares > 1 and CLUSTER * rows <= full and spans <= CLUSTER * ROOMS + 1:
-        shares = min(shares, CLUSTER)
-        return Cut(2, blocks, shares, shares, ROOMS)
+    if 4 * rows <= processors and spans <= ALONE:
+        if clusters and CLUSTER * rows <= processors and spans <= CLUSTER:
+            return Cut(2, 2 if dims <= 128 else 1, spans, spans, rooms=1)
+        stages, blocks = 4 if dims <= 128 else 3, 1
+    else:
+        stages, blocks = {64: (5, 2), 128: (2, 2), 256: (3, 1)}[dims]
+    shares = min(max(processors * blocks // rows, 1), spans)
     return Cut(stages, blocks, shares, max(shares, -(-spans // LONG)))
 
 
@@ -81,7 +80,7 @@ def shared_bytes(dims: int, how: Cut, stages: int, group: int) -> int:
     tile, row = 128 if dims <= 128 else 64, 2 * dims
     own, kept = 16 * (row + 16) + 2 * row, group * (4 * dims + 8)
     between = 16 * (2 * tile + 16) + _WARPS * 16 * 4
-    return stages * tile * row + how.each * own + between + how.rooms * kept
+    return stages * tile * row + own + between + how.rooms * kept
 
 
 def _kernel(machine: Machine, layer: Layer, how: Cut) -> tuple[Kernel, int]:
@@ -90,7 +89,7 @@ def _kernel(machine: Machine, layer: Layer, how: Cut) -> tuple[Kernel, int]:
     for stages in range(how.stages, 0, -1):
         kernel = on.kernel(
             FILES, "attend", _THREADS, TYPE=NAMES[layer.k.dtype], DIMS=dims, STAGES=stages,
-            BLOCKS=how.blocks, EACH=how.each,
+            BLOCKS=how.blocks,
         )  # fmt: skip
         shared = shared_bytes(dims, how, stages, layer.group)
         if kernel.resident(shared):
@@ -120,5 +119,5 @@ def decode(
         shape.page_tokens.bit_length() - 1, turns, neox, store, h.window, how.shares, LONG,
         how.rooms, layer.eps, h.scale,
     )  # fmt: skip
-    grid = shape.seqs, h.n_kv_heads // how.each, how.programs
+    grid = shape.seqs, h.n_kv_heads, how.programs
     kernel.launch(on.stream, grid, shared, given, how.programs if how.rooms else 1)

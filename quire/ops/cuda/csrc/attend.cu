@@ -8,7 +8,7 @@ struct Decode : Slots {
   using Slots::Slots;
 
   // Whether blocks read each other's memory.
-  __device__ __forceinline__ bool clustered() const { return EACH == 1 && per <= a.rooms; }
+  __device__ __forceinline__ bool clustered() const { return per <= a.rooms; }
 
   // Scores of the warp's slots, and the largest of each query in shared memory.
   __device__ __forceinline__ void score(int tile, const u32 q[STEPS][4], float s[SCORED][4]) const {
@@ -199,69 +199,64 @@ struct Decode : Slots {
     find_pages(1, next);
 #pragma unroll
     for (int unit = 0; unit < STAGES; ++unit) fetch(unit);
-    for (int i = threadIdx.x; i < EACH * Q_ROW; i += THREADS) ((uint4*)(memory + Q_AT))[i] = {0, 0, 0, 0};
+    for (int i = threadIdx.x; i < Q_ROW; i += THREADS) ((uint4*)(memory + Q_AT))[i] = {0, 0, 0, 0};
     call_back();
     __syncthreads();
     wait_for_previous();
-    for (int i = 0; i < EACH; ++i)
-      for (int r = warp; r < group + (owner() ? 2 : 0); r += WARPS) take(i, r);
+    for (int r = warp; r < group + (owner() ? 2 : 0); r += WARPS) take(r);
     __syncthreads();
-    float most[2], mass[4], part[SUMMED][4];
-    for (int i = 0; i < EACH; ++i, ++head) {
-      Known known[2];
-      float result[SUMMED][4] = {};
-      u32 q[STEPS][4];
+    u32 q[STEPS][4];
 #pragma unroll
-      for (int step = 0; step < STEPS; ++step)
-        load_tiles(q[step], shared_address(memory) + Q_AT + (i * 16 + lane % 16) * Q_ROW + lane / 16 * 16 + step * 32);
-      for (int tile = i * tiles; tile < (i + 1) * tiles; ++tile) {
-        const int in_span = (tile - i * tiles) % (SPAN / TILE);
-        if (in_span == 0) {
-          most[0] = most[1] = NONE;
+    for (int step = 0; step < STEPS; ++step)
+      load_tiles(q[step], shared_address(memory) + Q_AT + lane % 16 * Q_ROW + lane / 16 * 16 + step * 32);
+    Known known[2];
+    float most[2], mass[4], part[SUMMED][4], result[SUMMED][4] = {};
+    for (int tile = 0; tile < tiles; ++tile) {
+      if (tile % (SPAN / TILE) == 0) {
+        most[0] = most[1] = NONE;
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            mass[i] = 0.0f;
+        for (int i = 0; i < 4; ++i) {
+          mass[i] = 0.0f;
 #pragma unroll
-            for (int n = 0; n < SUMMED; ++n) part[n][i] = 0.0f;
-          }
-        }
-        float s[SCORED][4], fade[2][2];
-        arrive(2 * tile);
-        __syncwarp();
-        score(tile, q, s);
-        __syncthreads();
-        fetch(2 * tile + STAGES);
-        weigh(s, most, fade);
-        arrive(2 * tile + 1);
-        __syncthreads();
-        sum(tile, fade, mass, part);
-        if (tile + 1 < EACH * tiles) {
-          __syncthreads();
-          fetch(2 * tile + 1 + STAGES);
-        }
-        if (in_span != SPAN / TILE - 1) continue;
-        if (programs > 1) {
-          keep(my_from + (tile - i * tiles) / (SPAN / TILE), most, mass, part);
-          continue;
-        }
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          known[i].join(most[i], mass[2 * i]);
-#pragma unroll
-          for (int n = 0; n < SUMMED; ++n)
-#pragma unroll
-            for (int j = 2 * i; j < 2 * i + 2; ++j) result[n][j] = known[i].joined(result[n][j], part[n][j]);
+          for (int n = 0; n < SUMMED; ++n) part[n][i] = 0.0f;
         }
       }
-      if (programs == 1)
-        each([&](int row, int d, int n, int j) {
-          *(float2*)(a.out + query(row) * DIMS + d) = {known[j].result(result[n][2 * j]), known[j].result(result[n][2 * j + 1])};
-        });
-      else if (clustered())
-        merge_cluster();
-      else if (came_last())
-        merge_kept();
+      float s[SCORED][4], fade[2][2];
+      arrive(2 * tile);
+      __syncwarp();
+      score(tile, q, s);
+      __syncthreads();
+      fetch(2 * tile + STAGES);
+      weigh(s, most, fade);
+      arrive(2 * tile + 1);
+      __syncthreads();
+      sum(tile, fade, mass, part);
+      if (tile + 1 < tiles) {
+        __syncthreads();
+        fetch(2 * tile + 1 + STAGES);
+      }
+      if (tile % (SPAN / TILE) != SPAN / TILE - 1) continue;
+      if (programs > 1) {
+        keep(my_from + tile / (SPAN / TILE), most, mass, part);
+        continue;
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        known[i].join(most[i], mass[2 * i]);
+#pragma unroll
+        for (int n = 0; n < SUMMED; ++n)
+#pragma unroll
+          for (int j = 2 * i; j < 2 * i + 2; ++j) result[n][j] = known[i].joined(result[n][j], part[n][j]);
+      }
     }
+    if (programs == 1)
+      each([&](int row, int d, int n, int i) {
+        *(float2*)(a.out + query(row) * DIMS + d) = {known[i].result(result[n][2 * i]), known[i].result(result[n][2 * i + 1])};
+      });
+    else if (clustered())
+      merge_cluster();
+    else if (came_last())
+      merge_kept();
   }
 };
 

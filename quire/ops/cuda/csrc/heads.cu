@@ -27,8 +27,8 @@ constexpr int MINE = TILE / WARPS;          // slots that a warp fetches and sco
 constexpr int SCORED = MINE / 8, SUMMED = DIMS / WARPS / 8, STEPS = DIMS / 16;
 constexpr int STAGE = TILE * ROW;
 constexpr int Q_ROW = ROW + 16, P_ROW = TILE * 2 + 16;  // apart by 16 bytes, so that eight rows share no bank
-constexpr int Q_AT = STAGES * STAGE, P_AT = Q_AT + EACH * 16 * Q_ROW;
-constexpr int NEW_AT = P_AT + 16 * P_ROW, MAX_AT = NEW_AT + EACH * 2 * ROW;
+constexpr int Q_AT = STAGES * STAGE, P_AT = Q_AT + 16 * Q_ROW;
+constexpr int NEW_AT = P_AT + 16 * P_ROW, MAX_AT = NEW_AT + 2 * ROW;
 constexpr int KEPT_AT = MAX_AT + WARPS * 16 * 4;
 #define NONE __int_as_float(0xff800000)
 

@@ -3,8 +3,7 @@ struct Slots {
   typedef TYPE T;
 
   const AttendArgs& a;
-  const int warp, lane, seq, group;
-  int head;                      // of the EACH that this block takes, one after the other
+  const int warp, lane, seq, head, group;
   int where;                     // the token's own slot among those of all pages
   int shift, low, high;          // visible slots; the token's own is the last of them
   int span_from, span_to;        // that there are
@@ -14,8 +13,8 @@ struct Slots {
   int pages[2], next[2];         // that the warp's slots of a tile lie in: of the next to fetch, and the one after
 
   __device__ __forceinline__ Slots(const AttendArgs& args)
-      : a(args), warp(threadIdx.x / 32), lane(threadIdx.x % 32), seq(blockIdx.x),
-        group(args.heads / args.kv_heads), head(blockIdx.y * EACH) {}
+      : a(args), warp(threadIdx.x / 32), lane(threadIdx.x % 32), seq(blockIdx.x), head(blockIdx.y),
+        group(args.heads / args.kv_heads) {}
 
   __device__ __forceinline__ u32 ring(int unit) const { return shared_address(memory) + unit % STAGES * STAGE; }
   __device__ __forceinline__ bool owner() const { return my_to == span_to; }
@@ -40,14 +39,12 @@ struct Slots {
     return where >= 0 && my_from < my_to;
   }
 
-  // Tiles are counted on from one head to the next.
-  __device__ __forceinline__ int which(int tile) const { return EACH == 1 ? 0 : tile / tiles; }
-  __device__ __forceinline__ int tile_slot(int tile) const { return start + (tile - which(tile) * tiles) * TILE; }
+  __device__ __forceinline__ int tile_slot(int tile) const { return start + tile * TILE; }
   __device__ __forceinline__ bool seen(int slot, int count) const { return slot < high && slot + count > low; }
   __device__ __forceinline__ int first_slot(int tile) const { return tile_slot(tile) + warp * MINE; }
 
   __device__ __forceinline__ void find_pages(int tile, int found[2]) const {
-    const int page = max(first_slot(tile), 0) >> a.page_bits, used = tile < EACH * tiles ? (high - 1) >> a.page_bits : -1;
+    const int page = max(first_slot(tile), 0) >> a.page_bits, used = tile < tiles ? (high - 1) >> a.page_bits : -1;
     const int* table = a.tables + (u64)seq * a.table_cols + page;
     found[0] = page <= used ? load_int(table) : 0;
     found[1] = page < used ? load_int(table + 1) : 0;
@@ -57,10 +54,10 @@ struct Slots {
   // token's own, which is not there yet. Eight rows lie in other banks each: chunk ^ row.
   __device__ __forceinline__ void fetch(int unit) {
     const int tile = unit / 2;
-    if (tile < EACH * tiles) {
+    if (tile < tiles) {
       const int slot = first_slot(tile), inside = slot & a.page_tokens - 1;
       const u8* part = a.base + (unit % 2 ? a.v_offset : a.k_offset) +
-                       ((long long)(blockIdx.y * EACH + which(tile)) * ROW << a.page_bits);
+                       ((long long)head * ROW << a.page_bits);
       const u8* from = part + pages[0] * a.page_bytes + inside * ROW + lane * 16;
       const u32 to = ring(unit) + warp * MINE * ROW + ((lane ^ lane / CHUNKS) << 4);
       if (slot >= low && slot + MINE < high && inside + MINE <= a.page_tokens) {
@@ -90,9 +87,8 @@ struct Slots {
   }
 
   // A query, or the token's own key or value, which its page gets too.
-  __device__ __forceinline__ void take(int i, int r) const {
-    const int head = blockIdx.y * EACH + i;
-    u8* to = memory + (r < group ? Q_AT + (i * 16 + r) * Q_ROW : NEW_AT + (i * 2 + r - group) * ROW);
+  __device__ __forceinline__ void take(int r) const {
+    u8* to = memory + (r < group ? Q_AT + r * Q_ROW : NEW_AT + (r - group) * ROW);
     u8* stored = nullptr;
     if (r >= group) {
       const int slot = where & a.page_tokens - 1;
@@ -126,7 +122,7 @@ struct Slots {
     const int row = high - 1 - tile_slot(unit / 2);
     if (owner() && row >= 0 && row < TILE && row / MINE == warp && lane < CHUNKS) {
       u8* to = memory + unit % STAGES * STAGE + row * ROW + ((lane ^ (row & 7)) << 4);
-      *(uint4*)to = *(const uint4*)(memory + NEW_AT + (which(unit / 2) * 2 + unit % 2) * ROW + lane * 16);
+      *(uint4*)to = *(const uint4*)(memory + NEW_AT + unit % 2 * ROW + lane * 16);
     }
   }
 };
