@@ -1,11 +1,13 @@
 // CUDA C++ on the host, in place of csrc/common.cu: the threads of a block, or of a cluster's blocks, are fibers
 // that take turns in random order. What lanes do together waits for all lanes. Copies that a kernel does not wait
-// for happen at once or as late as they may (`late`), so that a missing wait and a missing barrier both show.
+// for happen at once or as late as they may (`late`), so that a missing wait and a missing barrier both show; until
+// then, and when a block starts, memory is NaN.
 
 #include <ucontext.h>
 
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
@@ -26,6 +28,7 @@ struct Place { unsigned x, y, z; };
 #define __device__
 #define __global__
 #define __forceinline__ inline
+#define __noinline__
 #define __shared__ static
 #define __align__(n)
 #define __launch_bounds__(...)
@@ -33,13 +36,14 @@ struct Place { unsigned x, y, z; };
 
 constexpr int THREADS = 256, MOST = 8, ROOM = 256 << 10;
 
-struct Copy { u32 to; const void* from; bool inside; };
+struct Copy { u32 to; const void* from; int size; };  // from null: zeros
 
 struct Fiber {
   ucontext_t context;
   std::vector<char> stack = std::vector<char>(1 << 16);
   bool ended;
-  int met[3];  // how often it met the lanes of its warp, its block, its cluster
+  int waits;   // for the lanes of its warp, its block, its cluster; -1: for nobody
+  int met[3];  // how often it came to them
   u64 given[2][6];  // to the lanes of its warp
   std::deque<std::vector<Copy>> copies;
   std::vector<Copy> open;
@@ -49,27 +53,33 @@ static Fiber fibers[MOST * THREADS];
 static ucontext_t scheduler;
 static u8 rooms[MOST][ROOM] __attribute__((aligned(128)));
 static Place places[MOST], gridDim;
-static int now, blocks, ended;
+static int now, threads, blocks, ended;  // threads of a block, blocks of a cluster
 static bool late;
 static std::vector<int> meetings[3][MOST * THREADS / 32];
 
-static Place thread() { return {(unsigned)now % THREADS, 0, 0}; }
+static Place thread() { return {(unsigned)(now % threads), 0, 0}; }
 #define threadIdx thread()
-#define blockIdx places[now / THREADS]
-#define memory rooms[now / THREADS]
+#define blockIdx places[now / threads]
+#define memory rooms[now / threads]
+#define shared_memory ((float4*)memory)
 
-// Waits until all `size` fibers around this one came here as often; those that ended are not waited for.
+// Whether all fibers of its warp, block or cluster came as often as this one; who ended is not waited for.
+static bool met_all(int i, int kind) {
+  const int sizes[3] = {32, threads, blocks * threads}, size = sizes[kind];
+  return meetings[kind][i / size][fibers[i].met[kind] - 1] + (kind == 2 ? ended : 0) >= size;
+}
 static void meet(int kind, int size) {
   auto& arrived = meetings[kind][now / size];
   const size_t time = fibers[now].met[kind]++;
   if (arrived.size() <= time) arrived.resize(time + 1);
   ++arrived[time];
-  while (meetings[kind][now / size][time] + (kind == 2 ? ended : 0) < size) swapcontext(&fibers[now].context, &scheduler);
+  fibers[now].waits = kind;
+  if (!met_all(now, kind)) swapcontext(&fibers[now].context, &scheduler);
+  fibers[now].waits = -1;
 }
 static void __syncwarp() { meet(0, 32); }
-static void __syncthreads() { meet(1, THREADS); }
-static void meet_cluster() { meet(2, blocks * THREADS); }
-static int cluster_size() { return blocks; }
+static void __syncthreads() { meet(1, threads); }
+static void meet_cluster() { meet(2, blocks * threads); }
 static float2 load2_of(u32 rank, u32 at) { return *(float2*)(rooms[rank] + at); }
 
 // What the lanes of a warp gave, each up to six words; valid until they meet twice more.
@@ -107,6 +117,7 @@ static float __fadd_rn(float a, float b) { return a + b; }
 static float __fsub_rn(float a, float b) { return a - b; }
 static float __fdiv_rn(float a, float b) { return a / b; }
 static float __fsqrt_rn(float a) { return sqrtf(a); }
+static float rsqrtf(float a) { return 1.0f / sqrtf(a); }
 static float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 static long long __float2ll_rz(float v) { return (long long)v; }
 static float __ll2float_rn(long long v) { return (float)v; }
@@ -125,13 +136,18 @@ static int load_int(const int* at) { return *at; }
 static u32 shared_address(const void* at) { return (u32)((const u8*)at - memory); }
 
 static void copy(const Copy& c) {
-  if (c.inside) memcpy(memory + c.to, c.from, 16);
-  else memset(memory + c.to, 0, 16);
+  if (c.from) memcpy(memory + c.to, c.from, c.size);
+  else memset(memory + c.to, 0, c.size);
 }
-static void copy16_if(u32 to, const void* from, bool inside) {
-  if (late) fibers[now].open.push_back({to, from, inside});
-  else copy({to, from, inside});
+static void begin_copy(u32 to, const void* from, int size) {
+  if (to % size || (u64)from % size) fprintf(stderr, "a copy is not aligned\n"), abort();
+  memset(memory + to, 0xff, size);
+  if (late) fibers[now].open.push_back({to, from, size});
+  else copy({to, from, size});
 }
+static void copy4(u32 to, const void* from) { begin_copy(to, from, 4); }
+static void copy16(u32 to, const void* from) { begin_copy(to, from, 16); }
+static void copy16_if(u32 to, const void* from, bool inside) { begin_copy(to, inside ? from : nullptr, 16); }
 static void commit_copies() {
   fibers[now].copies.push_back(fibers[now].open);
   fibers[now].open.clear();
@@ -172,3 +188,58 @@ struct Half {
     __syncwarp();
   }
 };
+
+// ---- launches ---------------------------------------------------------------------------------------
+
+static void (*body)(const void*);
+static const void* arguments;
+
+static void start() {
+  body(arguments);
+  fibers[now].ended = true;
+  swapcontext(&fibers[now].context, &scheduler);
+}
+
+// Blocks that run at once, until all have ended; false if nobody can go on.
+static bool run_blocks() {
+  for (auto& of : meetings)
+    for (auto& each : of) each.clear();
+  for (int i = 0; i < blocks; ++i) memset(rooms[i], 0xff, ROOM);
+  for (int i = 0; i < blocks * threads; ++i) {
+    Fiber& f = fibers[i];
+    f.ended = false, f.waits = -1, f.met[0] = f.met[1] = f.met[2] = 0;
+    f.copies.clear(), f.open.clear();
+    getcontext(&f.context);
+    f.context.uc_stack.ss_sp = f.stack.data(), f.context.uc_stack.ss_size = f.stack.size();
+    makecontext(&f.context, start, 0);
+  }
+  ended = 0;
+  for (int idle = 0; ended < blocks * threads;) {
+    const int before = ended, warp = rand() % (blocks * threads / 32);
+    for (int turns = 1 + rand() % 4; turns; --turns)
+      for (now = warp * 32; now < warp * 32 + 32; ++now)
+        if (!fibers[now].ended && (fibers[now].waits < 0 || met_all(now, fibers[now].waits))) {
+          const int me = now;
+          swapcontext(&scheduler, &fibers[now].context);
+          now = me, ended += fibers[now].ended;
+        }
+    idle = ended == before ? idle + 1 : 0;
+    if (idle > 1 << 22) return false;
+  }
+  return true;
+}
+
+// A grid in random order; `cluster` blocks of one x and y run at once.
+static bool launch(void (*kernel)(const void*), const void* given, int size, int x, int y, int z, int cluster, int seed) {
+  srand(seed), late = seed % 2;
+  body = kernel, arguments = given, threads = size, blocks = cluster;
+  gridDim = {(unsigned)x, (unsigned)y, (unsigned)z};
+  std::vector<int> order(x * y * z / blocks);
+  for (int i = 0; i < (int)order.size(); ++i) order[i] = i, std::swap(order[i], order[rand() % (i + 1)]);
+  for (const int block : order) {
+    for (int i = 0; i < blocks; ++i)
+      places[i] = {(unsigned)(block % x), (unsigned)(block / x % y), (unsigned)(block / x / y * blocks + i)};
+    if (!run_blocks()) return false;
+  }
+  return true;
+}

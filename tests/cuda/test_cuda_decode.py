@@ -6,7 +6,6 @@ Without a GPU the kernel in CUDA C++ runs on the host, a thread after the other.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,11 +18,11 @@ from quire.ops.cuda import attend_native
 from quire.ops.cuda.attend_native import Cut
 from quire.ops.cuda.attention import Attention
 from quire.ops.cuda.paged import Paged, PageShape, page_columns, shape_of
-from tests.cuda.host_kernels import HostNative, has_compiler
+from tests.cuda.host_kernels import COMPILER, HostNative
 from tests.cuda.pages_rig import Rig, Work, full_rope
 from tests.cuda.sides import GPU, close, same_bits
 
-pytestmark = pytest.mark.skipif(not GPU and not has_compiler(), reason="there is no C++ compiler")
+pytestmark = pytest.mark.skipif(not GPU and not COMPILER, reason="there is no C++ compiler")
 LENGTHS = (1, 15, 64, 65, 127, 128, 129, 255, 256, 300) if GPU else (1, 130)
 """Before the token: on both sides of pages, of blocks and of spans."""
 ALONE, EVERY = [(len(LENGTHS) - 1, 1)], [(seq, 1) for seq in range(len(LENGTHS))]
@@ -36,31 +35,25 @@ SHAPES = [
     (Heads(16, 1, 64, 64, scale=0.1), "bf16", 16), (Heads(4, 4, 256, 256, scale=0.05), "bf16", 32),
 ]  # fmt: skip
 CUTS = [
-    Cut(2, 1, 1, 99, False), Cut(2, 1, 2, 1, False), Cut(2, 1, 4, 2, False), Cut(2, 1, 4, 1, True),
-    *([Cut(1, 1, 9, 1, False), Cut(3, 1, 2, 1, False)] if GPU else []),
+    Cut(2, 1, 1, 1), Cut(2, 1, 2, 2), Cut(2, 1, 9, 9), Cut(2, 1, 2, 4, rooms=2),
+    *([Cut(1, 1, 9, 9), Cut(3, 1, 2, 2), Cut(2, 1, 3, 8, rooms=2)] if GPU else []),
 ]  # fmt: skip
 HERE = SHAPES if GPU else SHAPES[:2]
 TAKEN = attend_native.takes
 
 
 @pytest.fixture(autouse=True)
-def language(folder: Path) -> Iterator[None]:
+def language() -> Iterator[None]:
     """CUDA C++ in every test."""
     if GPU:
         yield
         return
-    host = HostNative(folder)
+    host = HostNative(4)
     with (
         mock.patch.object(attend_native, "native", lambda _: host),
         mock.patch.object(attend_native, "takes", lambda *_: True),
     ):
         yield
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For what the host compiles."""
-    return tmp_path_factory.mktemp("kernels")
 
 
 def filled(
@@ -175,10 +168,11 @@ def test_the_kernel_is_used() -> None:
     """Of what models have; a cap on scores, other types and rows are Triton's."""
     rig = Rig(Heads(32, 8, 128, 128, scale=0.1))
     machine, layer = rig.got.ops.machine, rig.got.heads
-    assert attend_native.takes(machine, layer)
+    assert attend_native.takes(machine, layer, 16)
+    assert not attend_native.takes(machine, layer, 48)
     for other in (
         Rig(Heads(32, 8, 128, 128, scale=0.1), "q8_0", "q8_0"), Rig(Heads(4, 2, 96, 96, scale=1.0)),
         Rig(Heads(4, 2, 64, 64, scale=1.0, softcap=20.0)), Rig(Heads(40, 1, 64, 64, scale=1.0)),
         Rig(Heads(4, 2, 64, 64, scale=1.0), "f16", "bf16"),
     ):  # fmt: skip
-        assert not attend_native.takes(machine, other.got.heads)
+        assert not attend_native.takes(machine, other.got.heads, 16)

@@ -1,4 +1,4 @@
-"""The recurrent kernels in CUDA C++, run without a GPU: see emulated.h for what that shows."""
+"""The recurrent kernels in CUDA C++, run without a GPU: see host.h for what that shows."""
 
 from __future__ import annotations
 
@@ -7,28 +7,21 @@ from types import SimpleNamespace
 import pytest
 
 from quire.ops.cuda import recur_native
-from tests.cuda import emulated
 from tests.cuda import test_cuda_recurrent as recurrent
+from tests.cuda.host_kernels import COMPILER, HostNative
 from tests.cuda.sides import GPU, cuda, same_bits
 
-pytestmark = pytest.mark.skipif(GPU or not emulated.COMPILER, reason="a GPU, or no compiler")
+pytestmark = pytest.mark.skipif(GPU or not COMPILER, reason="a GPU, or no compiler")
 CASES = ["delta", "long delta", "even ssd"]
 
 
 @pytest.fixture(autouse=True)
 def native(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Kernels that are launched natively; the others are interpreted."""
-    launched: list[str] = []
-
-    def kernel_of(machine: object, layer: object, name: str, columns: int = 16) -> object:
-        launched.append(name)
-        return emulated.kernel_of(machine, layer, name, columns)  # type: ignore[arg-type]
-
-    gpu = SimpleNamespace(stream=0, processors=132)
-    monkeypatch.setattr(recur_native, "native", lambda device: gpu)
-    monkeypatch.setattr(recur_native, "takes", emulated.takes_too)
-    monkeypatch.setattr(recur_native, "kernel_of", kernel_of)
-    return launched
+    host, taken, gpu = HostNative(132), recur_native.takes, SimpleNamespace(interpreted=False)
+    monkeypatch.setattr(recur_native, "native", lambda _: host)
+    monkeypatch.setattr(recur_native, "takes", lambda _, *layer: taken(gpu, *layer))
+    return host.asked
 
 
 @pytest.mark.parametrize("case", CASES)

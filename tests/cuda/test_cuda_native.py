@@ -82,14 +82,13 @@ def test_products_of_few_tokens(name: str) -> None:
 def test_attention_of_one_token(dims: int) -> None:
     for rows in (1, 1000):
         how = attend_native.cut(dims, rows, 8, 132, True)
-        given = {"TYPE": "Half", "DIMS": dims, "STAGES": how.stages, "BLOCKS": how.blocks,
-                 "EACH": how.each}  # fmt: skip
+        given = {"TYPE": "Half", "DIMS": dims, "STAGES": how.stages, "BLOCKS": how.blocks}
         source = nvrtc.source_of(attend_native.FILES)
         code = nvrtc.compile_source(source, "sm_90", given)
         assert 0 < registers(code)["attend"] <= 65536 // (256 * how.blocks)
         assert stack(code) == 0
         room = (
-            attend_native.shared_bytes(dims, how.stages, how.each) + 1152
+            attend_native.shared_bytes(dims, how, how.stages, 16) + 1152
         )  # what every block has besides
         assert how.blocks * room <= 228 << 10
 
@@ -99,8 +98,7 @@ def test_other_architectures(architecture: str) -> None:
     given = {"STAGES": 5, "SECOND_STAGES": 4, "BLOCKS": 2}
     compiled(["few"], architecture, WEIGHTS="Dense<Bfloat>", SECOND="Quantised<4,32,1>", **given)
     compiled(["expand"], architecture, WEIGHTS="Quantised<8,16,0>")
-    compiled([*attend_native.FILES[1:]], architecture, TYPE="Bfloat", DIMS=128, STAGES=2, BLOCKS=1,
-             EACH=1)  # fmt: skip
+    compiled([*attend_native.FILES[1:]], architecture, TYPE="Bfloat", DIMS=128, STAGES=2, BLOCKS=1)
     compiled(["some"], architecture, WEIGHTS="Quantised<4,32,1>", TOKENS=16, STAGES=4,
              BLOCKS=2)  # fmt: skip
 

@@ -111,7 +111,7 @@ class Attention(Arrays):
         """One token of each sequence, in one launch."""
         h, pages, shape = call.layer.heads, call.pages, call.pages.shape
         n_queries, rows = shape.seqs * h.n_heads, shape.seqs * h.n_kv_heads
-        if attend_native.takes(self.machine, call.layer):
+        if attend_native.takes(self.machine, call.layer, shape.page_tokens):
             attend_native.decode(
                 self.machine, call.layer, pages, call.rope, call.qkv, out, call.offsets,
                 call.store, self._arrivals(rows),

@@ -61,6 +61,11 @@ class Layer:
     eps: float
 
     @property
+    def group(self) -> int:
+        """Heads that share a KV head."""
+        return self.heads.n_heads // self.heads.n_kv_heads
+
+    @property
     def multiply(self) -> torch.dtype:
         """The type that tensor cores multiply: the finer one of K and V."""
         both = {self.k.multiply, self.v.multiply}

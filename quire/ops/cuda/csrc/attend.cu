@@ -7,30 +7,34 @@
 struct Decode : Slots {
   using Slots::Slots;
 
-  // Whether blocks have one span each and read each other's memory.
-  __device__ __forceinline__ bool clustered() const { return EACH == 1 && programs == span_to - span_from && cluster_size() >= programs; }
+  // Whether blocks read each other's memory.
+  __device__ __forceinline__ bool clustered() const { return per <= a.rooms; }
 
   // Scores of the warp's slots, and the largest of each query in shared memory.
   __device__ __forceinline__ void score(int tile, const u32 q[STEPS][4], float s[SCORED][4]) const {
     const u32 keys = ring(2 * tile) + (warp * MINE + lane % 8) * ROW;
 #pragma unroll
     for (int n = 0; n < SCORED; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
+    const int first = first_slot(tile);
+    if (seen(first, MINE))
 #pragma unroll
-    for (int step = 0; step < STEPS; step += 2)
+      for (int step = 0; step < STEPS; step += 2)
 #pragma unroll
-      for (int n = 0; n < SCORED; ++n) {
-        u32 k[4];
-        load_tiles(k, keys + n * 8 * ROW + (((step * 2 + lane / 8) ^ (lane % 8)) << 4));
-        T::multiply(s[n], q[step], k[0], k[1]);
-        T::multiply(s[n], q[step + 1], k[2], k[3]);
-      }
+        for (int n = 0; n < SCORED; ++n) {
+          u32 k[4];
+          load_tiles(k, keys + n * 8 * ROW + (((step * 2 + lane / 8) ^ (lane % 8)) << 4));
+          T::multiply(s[n], q[step], k[0], k[1]);
+          T::multiply(s[n], q[step + 1], k[2], k[3]);
+        }
+    const bool whole = first >= low && first + MINE <= high;
     float most[2] = {NONE, NONE};
 #pragma unroll
     for (int n = 0; n < SCORED; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int slot = first_slot(tile) + n * 8 + lane % 4 * 2 + i % 2;
-        s[n][i] = slot >= low && slot < high ? __fmul_rn(s[n][i], a.scale) : NONE;
+        const int slot = first + n * 8 + lane % 4 * 2 + i % 2;
+        s[n][i] = __fmul_rn(s[n][i], a.scale);
+        if (!whole && (slot < low || slot >= high)) s[n][i] = NONE;
         most[i / 2] = fmaxf(most[i / 2], s[n][i]);
       }
 #pragma unroll
@@ -80,6 +84,7 @@ struct Decode : Slots {
       }
 #pragma unroll
       for (int slot = block * BN; slot < (block + 1) * BN; slot += 32) {
+        if (!seen(tile_slot(tile) + slot, 32)) continue;
         u32 p[2][4];
         load_tiles(p[0], weights + slot * 2);
         load_tiles(p[1], weights + slot * 2 + 32);
@@ -98,20 +103,25 @@ struct Decode : Slots {
 
   __device__ __forceinline__ long long query(int row) const { return (long long)seq * a.heads + head * group + row; }
 
-  // Hands `put(query, dimension, index)` each pair of sums that this thread has.
+  // Hands `put` the query, dimension and place of each pair of sums that this thread has.
   template <class Put> __device__ __forceinline__ void each(Put put) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i)
       if (lane / 4 + i * 8 < group)
 #pragma unroll
-        for (int n = 0; n < SUMMED; ++n) put(query(lane / 4 + i * 8), (warp * SUMMED + n) * 8 + lane % 4 * 2, n, i);
+        for (int n = 0; n < SUMMED; ++n) put(lane / 4 + i * 8, (warp * SUMMED + n) * 8 + lane % 4 * 2, n, i);
   }
 
+  // Where another block reads what this one found of a span: sums of its queries, then tops and masses.
+  __device__ __forceinline__ u8* room(int span) const { return memory + KEPT_AT + span % per * group * (DIMS * 4 + 8); }
+
   __device__ __forceinline__ void keep(int span, const float most[2], const float mass[4], const float part[SUMMED][4]) const {
-    const long long at = (long long)span * a.seqs * a.heads;
-    each([&](long long q, int d, int n, int i) {
-      *(float2*)(a.parts + (at + q) * DIMS + d) = {part[n][2 * i], part[n][2 * i + 1]};
-      if (d == 0) a.tops[at + q] = most[i], a.masses[at + q] = mass[2 * i];
+    const long long at = (long long)span * a.seqs * a.heads + query(0);
+    float* parts = clustered() ? (float*)room(span - span_from) : a.parts + at * DIMS;
+    float* tops = clustered() ? parts + group * DIMS : a.tops + at * 2;
+    each([&](int row, int d, int n, int i) {
+      *(float2*)(parts + row * DIMS + d) = {part[n][2 * i], part[n][2 * i + 1]};
+      if (d == 0) *(float2*)(tops + row * 2) = {most[i], mass[2 * i]};
     });
   }
 
@@ -131,62 +141,46 @@ struct Decode : Slots {
     return last;
   }
 
-  // The same for the blocks of a cluster, which have one span each: in shared memory, where keys were.
-  __device__ __forceinline__ void join_cluster(const float most[2], const float mass[4], const float part[SUMMED][4]) const {
-    float2* sums = (float2*)memory;
-    float2* tops = sums + 16 * DIMS / 2;
-    each([&](long long, int d, int n, int i) {
-      sums[((lane / 4 + i * 8) * DIMS + d) / 2] = {part[n][2 * i], part[n][2 * i + 1]};
-      if (d == 0) tops[lane / 4 + i * 8] = {most[i], mass[2 * i]};
-    });
-    meet_cluster();
-    if (blockIdx.z == 0)
-      for (int i = threadIdx.x; i < group * DIMS / 2; i += THREADS) {
-        const int row = i / (DIMS / 2);
-        Known known;
-        float2 result = {0.0f, 0.0f}, part[8], top[8];
+  // Joins all spans in order, eight of them in flight: `load` finds what was kept of one.
+  template <class Load> __device__ __forceinline__ void merge(Load load) const {
+    for (int i = threadIdx.x * 2; i < group * DIMS; i += THREADS * 2) {
+      Known known;
+      float2 result = {0.0f, 0.0f};
+      for (int from = 0; from < span_to - span_from; from += 8) {
+        const int count = span_to - span_from - from;
+        float2 top[8], part[8];
 #pragma unroll
         for (int j = 0; j < 8; ++j)
-          if (j < programs) {
-            top[j] = load2_of(j, shared_address(tops + row));
-            part[j] = load2_of(j, shared_address(sums + i));
-          }
+          if (j < count) load(from + j, i, top[j], part[j]);
 #pragma unroll
         for (int j = 0; j < 8; ++j)
-          if (j < programs) {
+          if (j < count) {
             known.join(top[j].x, top[j].y);
             result.x = known.joined(result.x, part[j].x), result.y = known.joined(result.y, part[j].y);
           }
-        *(float2*)(a.out + query(row) * DIMS + i % (DIMS / 2) * 2) = {known.result(result.x), known.result(result.y)};
       }
+      *(float2*)(a.out + query(0) * DIMS + i) = {known.result(result.x), known.result(result.y)};
+    }
+  }
+
+  // The first block of a cluster reads the others' memory, who stay until it has.
+  __device__ __forceinline__ void merge_cluster() const {
+    meet_cluster();
+    if (blockIdx.z == 0)
+      merge([&](int span, int i, float2& top, float2& part) {
+        const u32 at = shared_address(room(span));
+        top = load2_of(span / per, at + group * DIMS * 4 + i / DIMS * 8);
+        part = load2_of(span / per, at + i * 4);
+      });
     meet_cluster();
   }
 
-  // Joins all spans in order, eight at a time in flight.
-  __device__ __forceinline__ void merge() const {
-    for (int i = threadIdx.x * 2; i < group * DIMS; i += THREADS * 2) {
-      const long long q = query(i / DIMS), step = (long long)a.seqs * a.heads;
-      Known known;
-      float2 result = {0.0f, 0.0f};
-      for (int from = span_from; from < span_to; from += 8) {
-        float most[8], mass[8];
-        float2 part[8];
-#pragma unroll
-        for (int j = 0; j < 8; ++j)
-          if (from + j < span_to) {
-            const long long at = (from + j) * step + q;
-            most[j] = load(a.tops + at), mass[j] = load(a.masses + at);
-            part[j] = load2(a.parts + at * DIMS + i % DIMS);
-          }
-#pragma unroll
-        for (int j = 0; j < 8; ++j)
-          if (from + j < span_to) {
-            known.join(most[j], mass[j]);
-            result.x = known.joined(result.x, part[j].x), result.y = known.joined(result.y, part[j].y);
-          }
-      }
-      *(float2*)(a.out + q * DIMS + i % DIMS) = {known.result(result.x), known.result(result.y)};
-    }
+  __device__ __forceinline__ void merge_kept() const {
+    merge([&](int span, int i, float2& top, float2& part) {
+      const long long at = (long long)(span_from + span) * a.seqs * a.heads + query(0);
+      top = load2(a.tops + (at + i / DIMS) * 2);
+      part = load2(a.parts + at * DIMS + i);
+    });
   }
 
   // Weights of a model pass through the cache between two layers: what is read later is called back now.
@@ -205,68 +199,64 @@ struct Decode : Slots {
     find_pages(1, next);
 #pragma unroll
     for (int unit = 0; unit < STAGES; ++unit) fetch(unit);
-    for (int i = threadIdx.x; i < EACH * Q_ROW; i += THREADS) ((uint4*)(memory + Q_AT))[i] = {0, 0, 0, 0};
+    for (int i = threadIdx.x; i < Q_ROW; i += THREADS) ((uint4*)(memory + Q_AT))[i] = {0, 0, 0, 0};
     call_back();
     __syncthreads();
     wait_for_previous();
-    const int rows = group + (owner() ? 2 : 0);
-    for (int r = warp; r < EACH * rows; r += WARPS) take(r / rows, r % rows);
+    for (int r = warp; r < group + (owner() ? 2 : 0); r += WARPS) take(r);
     __syncthreads();
-    float most[2], mass[4], part[SUMMED][4];
-    for (int i = 0; i < EACH; ++i, ++head) {
-      Known known[2];
-      float result[SUMMED][4] = {};
-      u32 q[STEPS][4];
+    u32 q[STEPS][4];
 #pragma unroll
-      for (int step = 0; step < STEPS; ++step)
-        load_tiles(q[step], shared_address(memory) + Q_AT + (i * 16 + lane % 16) * Q_ROW + lane / 16 * 16 + step * 32);
-      for (int tile = i * tiles; tile < (i + 1) * tiles; ++tile) {
-        const int in_span = (tile - i * tiles) % (SPAN / TILE);
-        if (in_span == 0) {
-          most[0] = most[1] = NONE;
+    for (int step = 0; step < STEPS; ++step)
+      load_tiles(q[step], shared_address(memory) + Q_AT + lane % 16 * Q_ROW + lane / 16 * 16 + step * 32);
+    Known known[2];
+    float most[2], mass[4], part[SUMMED][4], result[SUMMED][4] = {};
+    for (int tile = 0; tile < tiles; ++tile) {
+      if (tile % (SPAN / TILE) == 0) {
+        most[0] = most[1] = NONE;
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            mass[i] = 0.0f;
+        for (int i = 0; i < 4; ++i) {
+          mass[i] = 0.0f;
 #pragma unroll
-            for (int n = 0; n < SUMMED; ++n) part[n][i] = 0.0f;
-          }
-        }
-        float s[SCORED][4], fade[2][2];
-        arrive(2 * tile);
-        __syncwarp();
-        score(tile, q, s);
-        __syncthreads();
-        fetch(2 * tile + STAGES);
-        weigh(s, most, fade);
-        arrive(2 * tile + 1);
-        __syncthreads();
-        sum(tile, fade, mass, part);
-        __syncthreads();
-        fetch(2 * tile + 1 + STAGES);
-        if (in_span != SPAN / TILE - 1) continue;
-        if (programs > 1) {
-          if (clustered()) break;
-          keep(my_from + (tile - i * tiles) / (SPAN / TILE), most, mass, part);
-          continue;
-        }
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          known[i].join(most[i], mass[2 * i]);
-#pragma unroll
-          for (int n = 0; n < SUMMED; ++n)
-#pragma unroll
-            for (int j = 2 * i; j < 2 * i + 2; ++j) result[n][j] = known[i].joined(result[n][j], part[n][j]);
+          for (int n = 0; n < SUMMED; ++n) part[n][i] = 0.0f;
         }
       }
-      if (programs == 1)
-        each([&](long long q, int d, int n, int j) {
-          *(float2*)(a.out + q * DIMS + d) = {known[j].result(result[n][2 * j]), known[j].result(result[n][2 * j + 1])};
-        });
-      else if (clustered())
-        join_cluster(most, mass, part);
-      else if (came_last())
-        merge();
+      float s[SCORED][4], fade[2][2];
+      arrive(2 * tile);
+      __syncwarp();
+      score(tile, q, s);
+      __syncthreads();
+      fetch(2 * tile + STAGES);
+      weigh(s, most, fade);
+      arrive(2 * tile + 1);
+      __syncthreads();
+      sum(tile, fade, mass, part);
+      if (tile + 1 < tiles) {
+        __syncthreads();
+        fetch(2 * tile + 1 + STAGES);
+      }
+      if (tile % (SPAN / TILE) != SPAN / TILE - 1) continue;
+      if (programs > 1) {
+        keep(my_from + tile / (SPAN / TILE), most, mass, part);
+        continue;
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        known[i].join(most[i], mass[2 * i]);
+#pragma unroll
+        for (int n = 0; n < SUMMED; ++n)
+#pragma unroll
+          for (int j = 2 * i; j < 2 * i + 2; ++j) result[n][j] = known[i].joined(result[n][j], part[n][j]);
+      }
     }
+    if (programs == 1)
+      each([&](int row, int d, int n, int i) {
+        *(float2*)(a.out + query(row) * DIMS + d) = {known[i].result(result[n][2 * i]), known[i].result(result[n][2 * i + 1])};
+      });
+    else if (clustered())
+      merge_cluster();
+    else if (came_last())
+      merge_kept();
   }
 };
 

@@ -4,15 +4,16 @@
 struct AttendArgs {
   const float* qkv;
   float* out;
-  float *parts, *tops, *masses;  // of spans that other blocks merge: [spans, queries, DIMS], [spans, queries]
+  float *parts, *tops;           // of spans that another block may join: [spans, queries, DIMS], [spans, queries, 2]
   int* arrived;                  // [sequences, KV heads]: 0 between launches
   u8* base;                      // where page 0 lies
   const int *tables, *first, *length, *slots, *positions;
   const float *q_norm, *k_norm;  // null: none
   const float* rope;             // [sequences, n_rot]
   long long page_bytes, k_offset, v_offset, stride;
-  int seqs, table_cols, heads, kv_heads, page_tokens, n_rot, neox, store, window;
-  int least;                     // spans that a block takes at least
+  int seqs, table_cols, heads, kv_heads, page_tokens, page_bits, n_rot, neox, store, window;
+  int shares, most;              // spans of a head are cut in so many parts, of so many spans at most
+  int rooms;                     // spans of a block that those of its cluster can read
   float eps, scale;
 };
 
@@ -26,8 +27,9 @@ constexpr int MINE = TILE / WARPS;          // slots that a warp fetches and sco
 constexpr int SCORED = MINE / 8, SUMMED = DIMS / WARPS / 8, STEPS = DIMS / 16;
 constexpr int STAGE = TILE * ROW;
 constexpr int Q_ROW = ROW + 16, P_ROW = TILE * 2 + 16;  // apart by 16 bytes, so that eight rows share no bank
-constexpr int Q_AT = STAGES * STAGE, P_AT = Q_AT + EACH * 16 * Q_ROW;
-constexpr int NEW_AT = P_AT + 16 * P_ROW, MAX_AT = NEW_AT + EACH * 2 * ROW;
+constexpr int Q_AT = STAGES * STAGE, P_AT = Q_AT + 16 * Q_ROW;
+constexpr int NEW_AT = P_AT + 16 * P_ROW, MAX_AT = NEW_AT + 2 * ROW;
+constexpr int KEPT_AT = MAX_AT + WARPS * 16 * 4;
 #define NONE __int_as_float(0xff800000)
 
 extern __shared__ __align__(128) u8 memory[];
@@ -78,14 +80,6 @@ __device__ __forceinline__ void meet_cluster() {
 #endif
 }
 
-__device__ __forceinline__ int cluster_size() {
-  u32 n = 1;
-#if __CUDA_ARCH__ >= 900
-  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(n));
-#endif
-  return n;
-}
-
 __device__ __forceinline__ float2 load2_of(u32 rank, u32 at) {
   float2 v = {0.0f, 0.0f};
 #if __CUDA_ARCH__ >= 900
@@ -133,32 +127,34 @@ __device__ __forceinline__ void turned(float y[DIMS / 32], const AttendArgs& a, 
   constexpr int N = DIMS / 32;
   const int half = a.n_rot / 2, step = a.neox ? half : 1;
   const float* table = a.rope + (u64)blockIdx.x * a.n_rot;
-  float z[N], w[N], w_z[N], cosine[N], sine[N];
-  // Everything is on its way before anything is used; what does not turn has a partner of zeros.
+  float w[N], z[N], w_z[N], cosine[N], sine[N];
+  auto turns = [&](int i) { return i * 32 + lane < a.n_rot; };
+  const int first = a.neox ? half : lane % 2 ? 0 : DIMS;  // dimensions before it are the first of a pair
+  auto second = [&](int i) { return i * 32 + lane >= first; };
+  // Everything is on its way before anything is used.
 #pragma unroll
-  for (int i = 0; i < N; ++i) y[i] = load(x + i * 32 + lane);
-  if (a.n_rot)
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      const int d = i * 32 + lane;
-      const bool turns = d < a.n_rot, second = a.neox ? d >= half : d % 2 == 1;
-      const int other = !turns ? d : second ? d - step : d + step, pair = !turns ? 0 : a.neox ? min(d, other) : d / 2;
-      z[i] = load(x + other), cosine[i] = load(table + pair), sine[i] = load(table + half + pair);
-      w_z[i] = norm ? load(norm + other) : 1.0f;
-      if (!turns) z[i] = w_z[i] = sine[i] = 0.0f, cosine[i] = 1.0f;
-      if (!second) sine[i] = -sine[i];
-    }
-  if (norm) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) w[i] = load(norm + i * 32 + lane);
-    const float inverse = inverse_root(y, a.eps);
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      y[i] = __fmul_rn(__fmul_rn(y[i], inverse), w[i]);
-      z[i] = __fmul_rn(__fmul_rn(z[i], inverse), w_z[i]);
-    }
+  for (int i = 0; i < N; ++i) {
+    y[i] = load(x + i * 32 + lane);
+    w[i] = norm ? load(norm + i * 32 + lane) : 1.0f;
   }
   if (a.n_rot)
 #pragma unroll
-    for (int i = 0; i < N; ++i) y[i] = __fmaf_rn(y[i], cosine[i], __fmul_rn(z[i], sine[i]));
+    for (int i = 0; i < N; ++i) {
+      const int d = i * 32 + lane, other = !turns(i) ? d : second(i) ? d - step : d + step;
+      const int pair = !turns(i) ? 0 : a.neox ? min(d, other) : d / 2;
+      z[i] = load(x + other);
+      w_z[i] = norm ? load(norm + other) : 1.0f;
+      cosine[i] = load(table + pair);
+      sine[i] = load(table + half + pair);
+    }
+  const float inverse = norm ? inverse_root(y, a.eps) : 1.0f;
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    if (norm) y[i] = __fmul_rn(__fmul_rn(y[i], inverse), w[i]);
+    if (!a.n_rot) continue;
+    if (!turns(i)) z[i] = w_z[i] = sine[i] = 0.0f, cosine[i] = 1.0f;
+    sine[i] = second(i) ? sine[i] : -sine[i];
+    if (norm) z[i] = __fmul_rn(__fmul_rn(z[i], inverse), w_z[i]);
+    y[i] = __fmaf_rn(y[i], cosine[i], __fmul_rn(z[i], sine[i]));
+  }
 }
