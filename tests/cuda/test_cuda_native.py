@@ -113,7 +113,7 @@ def test_products_of_some_tokens(tokens: int) -> None:
     given = {"TOKENS": tokens, "GROUPS": groups, "STAGES": stages, "BLOCKS": blocks}
     code = compiled(["unit", "some"], "sm_90a", WEIGHTS=name, **given)
     found = registers(code)
-    assert set(found) == {"some_slice", "some_whole", "some_gated"}
+    assert set(found) == {"some_slice", "some_whole", "some_gated", "some_routed"}
     assert 0 < max(found.values()) <= 65536 // (128 * groups * blocks)
     assert stack(code) == 0
 

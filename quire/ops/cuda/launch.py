@@ -58,7 +58,7 @@ class _Some(ctypes.Structure):
     _fields_ = (
         ("x", _P), ("w", _P), ("out", _P), ("bias", _P), ("into", _P), ("undo", _P),
         ("out_stride", _L), ("n", _I), ("cols", _I), ("rows", _I), ("tiles", _I), ("act", _I),
-        ("fine", _I), ("narrow", _I),
+        ("fine", _I), ("owner", _P), ("pairs", _P), ("divide", _I), ("narrow", _I),
     )  # fmt: skip
 
 
@@ -145,7 +145,9 @@ def _some_tokens(x: Prepared) -> int:
 def _some(on: Native, name: str, w: Segment, tokens: int) -> tuple[Kernel, int, int]:
     """A kernel of some.cu, its shared memory, and groups of four warps in a block."""
     f = w.format
-    groups, stages, blocks = (SOME_SHAPES if f.bits else DENSE_SHAPES)[tokens, name]
+    groups, stages, blocks = (SOME_SHAPES if f.bits else DENSE_SHAPES)[
+        tokens, "whole" if name == "routed" else name
+    ]
     kernel = on.kernel(
         ("common", "weights", "unit", "some"), f"some_{name}", 128 * groups, WEIGHTS=f.native,
         TOKENS=tokens, GROUPS=groups, STAGES=stages, BLOCKS=blocks,
@@ -180,3 +182,27 @@ def product_some(
     grid = token_tiles, -(-tiles // (groups * (2 if act else 4))), w.slices if sliced else 1
     kernel.launch(on.stream, grid, shared, given)
     return Slices(machine, to, x, bias, into) if sliced else None
+
+
+def product_routed(
+    machine: Machine, x: Prepared, w: Segment, owner: torch.Tensor, pairs: torch.Tensor,
+    divide: int, out: torch.Tensor,
+) -> bool:  # fmt: skip
+    """Experts' columns of the output: a tile of pairs meets its owner; False if not for these.
+
+    Pair i has row i // divide of x, and writes row i.
+    """
+    f, rows = w.format, w.part_rows[0]
+    whole = f.bits > 0 or (f.dtype is not torch.float32 and w.cols % UNIT == 0)
+    if machine.interpreted or not whole or rows % TILE or w.first % TILE or w.cols % 8:
+        return False
+    on = native(machine.device)
+    kernel, shared, groups = _some(on, "routed", w, pairs.shape[1])
+    first = w.q[w.first // TILE if f.bits else w.first :]
+    given = _Some(
+        at(x.values), at(first), at(out), None, None, at(x.scales),
+        out.stride(0), len(out), w.cols, rows, rows // TILE, 0, False, at(owner), at(pairs), divide,
+    )  # fmt: skip
+    grid = len(owner), -(-rows // (TILE * 4 * groups)), 1
+    kernel.launch(on.stream, grid, shared, given)
+    return True

@@ -15,12 +15,20 @@ struct SomeArgs {
   int n, cols, rows;
   int tiles;          // of 16 rows; with `act`, of the gate alone: as many of up follow
   int act, fine;
-  int narrow;         // act(gate) · up in bfloat16
+  const int *owner, *pairs;  // of experts: which a tile of tokens meets, and its tokens; -1: none
+  int divide;                // pair i has row i / divide of x
+  int narrow;                // act(gate) · up in bfloat16
 };
 
 extern __shared__ __align__(1024) u8 memory[];
 
-enum Kind { SLICE, WHOLE, GATED };
+__device__ __forceinline__ int load_int(const int* at) {
+  int v;
+  asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+  return v;
+}
+
+enum Kind { SLICE, WHOLE, GATED, ROUTED };
 
 template <int KIND> struct Some {
   typedef WEIGHTS W;
@@ -50,9 +58,15 @@ template <int KIND> struct Some {
   // A row of x for each column of the tile; with `fine` the second half has what rounding lost.
   __device__ __forceinline__ int token(int column) const {
     const int half = TOKENS / 2;
+    if (KIND == ROUTED) {
+      const int pair = load_int(a.pairs + blockIdx.x * TOKENS + column);
+      return pair < 0 ? a.n : pair;
+    }
     if (!a.fine) return blockIdx.x * TOKENS + column;
     return blockIdx.x * half + column % half;
   }
+
+  __device__ __forceinline__ int row_of(int token) const { return KIND == ROUTED ? token / a.divide : token; }
 
   // Each thread fetches some pieces of 16 bytes.
   struct Tokens {
@@ -65,7 +79,7 @@ template <int KIND> struct Some {
 #pragma unroll
       for (int i = 0; i < PIECES; ++i) {
         const int r = i * (SIZE / 8) + threadIdx.x / 8, t = r < TOKENS ? f.token(r) : f.a.n;
-        const int row = t + (f.a.fine && r >= TOKENS / 2 ? f.a.n : 0);
+        const int row = f.row_of(t) + (f.a.fine && r >= TOKENS / 2 ? f.a.n : 0);
         from[i] = t < f.a.n ? row * f.a.cols + f.first * UNIT + threadIdx.x % 8 * 8 : NONE;
       }
     }
@@ -126,7 +140,7 @@ template <int KIND> struct Some {
       for (int i = 0; i < 4; ++i) {
         const int t = token(j * 8 + lane % 4 * 2 + i % 2), row = tile() * 16 + lane / 4 + i / 2 * 8;
         if (t >= a.n || row >= rows) continue;
-        const float undo = T::scaled ? load(a.undo + t) : 1.0f;
+        const float undo = T::scaled ? load(a.undo + row_of(t)) : 1.0f;
         float* to = a.out + t * a.out_stride + row;
         float y = __fmul_rn(total[j][i], undo);
         if (KIND == GATED) {
@@ -147,16 +161,19 @@ template <int KIND> struct Some {
   __device__ __forceinline__ void run() const {
     let_next_start();
     Tokens tokens(*this);
-    const int last = (KIND == GATED ? 2 : 1) * a.tiles - 1, t = min(tile(), last);
+    if (KIND == ROUTED) wait_for_previous();  // which expert it is, others write
+    const int expert = KIND == ROUTED ? load_int(a.owner + blockIdx.x) : 0;
+    if (expert < 0) return;
+    const int last = (KIND == GATED ? 2 : 1) * a.tiles - 1, t = min(tile(), last) + expert * a.tiles;
     const u8* from = W::find(a.w, t, a.cols, first, lane);
     auto fetch_weights = [&](int into) {
-      W::copy(shared_address(stage_w(into)), from, a.rows - t * 16, a.cols, lane);
+      W::copy(shared_address(stage_w(into)), from, KIND == ROUTED ? 16 : a.rows - t * 16, a.cols, lane);
       from += W::step;
     };
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i)
       if (i < count) fetch_weights(i);
-    wait_for_previous();
+    if (KIND != ROUTED) wait_for_previous();
     tokens.find();
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i) {
@@ -204,4 +221,8 @@ extern "C" __global__ void __launch_bounds__(128 * GROUPS, BLOCKS) some_whole(co
 
 extern "C" __global__ void __launch_bounds__(128 * GROUPS, BLOCKS) some_gated(const __grid_constant__ SomeArgs a) {
   Some<GATED>(a).run();
+}
+
+extern "C" __global__ void __launch_bounds__(128 * GROUPS, BLOCKS) some_routed(const __grid_constant__ SomeArgs a) {
+  Some<ROUTED>(a).run();
 }
