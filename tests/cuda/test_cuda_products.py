@@ -84,7 +84,7 @@ def test_company_changes_no_bit(kind: GGMLType) -> None:
     norm = cuda().vector(np.ones(cols, np.float32))
     for call in (cuda().linear, cuda().linear_int16):
         whole = cuda().numpy(call(cuda().array(x), w, norm, 1e-5))
-        for n in (1, 2, 16, 33, 64, 65, 130):
+        for n in (1, 2, 5, 20, 33, 64, 65, 130):
             same_bits(cuda().numpy(call(cuda().array(x[:n]), w, norm, 1e-5)), whole[:n])
 
 
@@ -243,11 +243,12 @@ def test_experts(kind: GGMLType, normalize: bool) -> None:
 
 
 @pytest.mark.gpu
-def test_experts_have_one_result_per_token() -> None:
-    o, n_experts, ffn, cols = cuda(), 8, 64, 96
+@pytest.mark.parametrize("kind", [GGMLType.F16, GGMLType.Q8_0, GGMLType.Q4_K])
+def test_experts_have_one_result_per_token(kind: GGMLType) -> None:
+    o, n_experts, ffn, cols = cuda(), 8, 256, 512 if kind is GGMLType.Q4_K else 96
     router = o.pack([part(GGMLType.F32, n_experts, cols)])
-    ups = o.pack([part(GGMLType.F16, ffn, cols, seed=i) for i in range(2 * n_experts)])
-    downs = o.pack([part(GGMLType.F16, cols, ffn, seed=i + 50) for i in range(n_experts)])
+    ups = o.pack([part(kind, ffn, cols, seed=i) for i in range(2 * n_experts)])
+    downs = o.pack([part(kind, cols, ffn, seed=i + 50) for i in range(n_experts)])
     norm, x = o.vector(np.ones(cols, np.float32)), normal(200, cols)
 
     def run(rows: Floats) -> Floats:

@@ -5,7 +5,7 @@
     arrays.py      products.py experts.py attention.py recurrent.py pages.py sampling.py
                    the groups of the table: they check, then launch
     formats.py     matrices.py    weights, as kernels read them
-    multiply.py    launch.py many.py    which kernel a product takes
+    multiply.py few.py launch.py many.py   which kernel a product takes
     attend_native.py prompts.py   how attention of one token, and of prompts, is cut and launched
     recurrent_rows.py recur_native.py   which kernel a recurrent layer takes
     copies.py      pages to the host and back, beside the kernels

@@ -6,7 +6,7 @@ import torch
 import triton
 
 from quire.ops import Array, Matrix
-from quire.ops.cuda import matrices
+from quire.ops.cuda import launch, matrices
 from quire.ops.cuda.arrays import CudaArray, array_of, need_same, row_of, values_of
 from quire.ops.cuda.kernels import experts as kernels
 from quire.ops.cuda.machine import need, power_of_two
@@ -137,12 +137,15 @@ class Experts(Matrices):
         for segment in segments:
             f, rows = segment.format, segment.part_rows[0]
             y = self.prepare(x, segment.cols, norm, eps, act, f.multiply)
+            mine = out[:, start : start + rows]
+            start += rows
+            if launch.product_routed(self.machine, y, segment, owner, pairs, divide, mine):
+                continue
             tile = tile_of(segment, pairs.shape[1]) | {"BT": pairs.shape[1]}
             kernels.routed[(triton.cdiv(rows, tile["BR"]), len(owner))](
-                y.values, segment.q, out[:, start:], y.scales, owner, pairs, divide, segment.first,
+                y.values, segment.q, mine, y.scales, owner, pairs, divide, segment.first,
                 rows, segment.cols, out.stride(0), segment.slice_cols,
                 BITS=f.bits, GROUP=f.group, MINIMUM=f.minimum,
                 MULTIPLY=MULTIPLY[self.machine.half(f.multiply)], SCALED=y.scaled, **tile,
             )  # fmt: skip
-            start += rows
         return self.new(out)

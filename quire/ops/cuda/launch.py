@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,21 +12,23 @@ from quire.ops.cuda.machine import Machine, power_of_two
 from quire.ops.cuda.matrices import Segment
 from quire.ops.cuda.nvrtc import Kernel, Native, native
 
-FEW, SOME = 4, 64
-"""Tokens that the kernel for few takes: with what rounding has lost, the eight columns of `mma`;
-and tokens that the one for some takes."""
-_THREADS, _WARPS = 256, 8
-_SOME_THREADS, _SOME_WARPS = 128, 4
-GATED_FROM = 33
-"""With fewer tokens, gate and up are cheaper in slices than in one product with the activation."""
+SOME = 64
+"""Tokens that the kernel for some takes."""
+_THREADS = 256
 SLICED_BELOW = 1300
 """With fewer tiles of rows, slices of K run in blocks of their own."""
-SOME_STAGES = {16: (4, 4), 32: (4, 4), 64: (4, 2)}
-"""By tokens: units in flight, and blocks on a multiprocessor."""
-STAGES: dict[int, tuple[tuple[int, int], ...]] = {
-    0: ((5, 2), (3, 2)), 4: ((12, 2), (4, 2)), 8: ((8, 2), (3, 2)),
+SOME_SHAPES = {
+    (16, "slice"): (1, 8, 4), (16, "gated"): (1, 12, 3), (16, "whole"): (1, 8, 4),
+    (32, "slice"): (1, 6, 4), (32, "gated"): (1, 8, 3), (32, "whole"): (1, 6, 4),
+    (64, "slice"): (1, 6, 3), (64, "gated"): (3, 5, 1), (64, "whole"): (2, 6, 2),
 }  # fmt: skip
-"""By bits of a weight: units that a warp has in flight, and blocks on a multiprocessor."""
+"""By tokens and kernel: groups of four warps, units in flight, blocks on a multiprocessor."""
+DENSE_SHAPES = {
+    (16, "slice"): (2, 6, 2), (16, "gated"): (1, 8, 3), (16, "whole"): (1, 8, 3),
+    (32, "slice"): (2, 5, 2), (32, "gated"): (2, 5, 2), (32, "whole"): (2, 5, 2),
+    (64, "slice"): (2, 4, 2), (64, "gated"): (3, 5, 1), (64, "whole"): (3, 5, 1),
+}  # fmt: skip
+"""The same for weights of 16 bits."""
 MOST_KEPT = 10
 """Steps of 1,024 columns that a row's kernel holds in registers."""
 _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int, ctypes.c_float
@@ -57,24 +58,8 @@ class _Some(ctypes.Structure):
     _fields_ = (
         ("x", _P), ("w", _P), ("out", _P), ("bias", _P), ("into", _P), ("undo", _P),
         ("out_stride", _L), ("n", _I), ("cols", _I), ("rows", _I), ("tiles", _I), ("act", _I),
-        ("fine", _I),
+        ("fine", _I), ("owner", _P), ("pairs", _P), ("divide", _I), ("narrow", _I),
     )  # fmt: skip
-
-
-class _Few(ctypes.Structure):
-    """FewArgs of few.cu."""
-
-    _fields_ = (
-        ("x", _P), ("norm", _P), ("w", _P), ("out", _P), ("bias", _P), ("into", _P),
-        ("x_stride", _L), ("out_stride", _L), ("n", _I), ("cols", _I), ("rows", _I), ("tiles", _I),
-        ("act", _I), ("fine", _I), ("eps", _F),
-    )  # fmt: skip
-
-
-class _Two(ctypes.Structure):
-    """TwoArgs of few.cu."""
-
-    _fields_ = (("first", _Few), ("second", _Few), ("blocks", _I))
 
 
 @dataclass(frozen=True)
@@ -152,106 +137,24 @@ def prepare(
     kernel.launch(on.stream, (len(x), 1, 1), 0, given)
 
 
-def _room(w: Segment, name: str, columns: int, stages: int) -> int:
-    """Shared memory of a block of few.cu."""
-    buffers = 4 if name == "few_gated" else 2
-    fixed = buffers * _WARPS * TILE * columns * 4 + columns * (-(-w.cols // UNIT) * UNIT + 8) * 2
-    unit = w.format.unit_bytes if w.format.bits else TILE * UNIT * 2
-    return _WARPS * stages * unit + fixed
-
-
-def _fitting(
-    on: Native, name: str, columns: int, w: Segment, second: Segment | None = None
-) -> tuple[Kernel, int, int] | None:
-    """The kernel, its shared memory and blocks per multiprocessor; None where it does not fit."""
-    best = None
-    for i, (stages, bound) in enumerate(STAGES[w.format.bits]):
-        shared = _room(w, name, columns, stages)
-        given: dict[str, object] = {"WEIGHTS": w.format.native, "STAGES": stages, "BLOCKS": bound}
-        if second is not None:
-            other = STAGES[second.format.bits][i][0]
-            shared = max(shared, _room(second, name, columns, other))
-            given |= {"SECOND": second.format.native, "SECOND_STAGES": other}
-        kernel = on.kernel(("common", "weights", "few"), name, _THREADS, **given)
-        found = min(kernel.resident(shared), bound)
-        if found and (best is None or found > best[2]):
-            best = kernel, shared, found
-        if found >= bound:
-            break
-    return best
-
-
-def takes_few(machine: Machine, x: torch.Tensor, w: Segment) -> bool:
-    """Whether the kernel for few tokens can read these."""
-    f = w.format
-    if machine.interpreted or len(x) > FEW or w.first or x.data_ptr() % 16 or x.stride(0) % 4:
-        return False
-    return f.bits > 0 or (f.dtype is not torch.float32 and w.cols % UNIT == 0)
-
-
-def product_few(
-    machine: Machine, x: torch.Tensor, w: Segment, norm: torch.Tensor | None, eps: float,
-    out: torch.Tensor, bias: torch.Tensor | None = None, into: bool = False, fine: bool = False,
-    act: int = 0,
-) -> bool:  # fmt: skip
-    """One segment's columns of the output for few tokens; False where this is not for them.
-
-    With `act` the segment is gate and up, and the output act(gate) · up.
-    """
-    n, rows = len(x), w.rows // 2 if act else w.rows
-    if not takes_few(machine, x, w) or (act and rows % TILE):
-        return False
-    on = native(machine.device)
-    name = "few_gated" if act else "few" if norm is None else "few_normed"
-    found = _fitting(on, name, n * (1 + fine), w)
-    if found is None:
-        return False
-    kernel, shared, resident = found
-    tiles = -(-rows // TILE)
-    given = _few(x, w, norm, eps, out, bias, into, fine, act, tiles)
-    kernel.launch(on.stream, (min(tiles, on.processors * resident), 1, 1), shared, given)
-    return True
-
-
-def _few(
-    x: torch.Tensor, w: Segment, norm: torch.Tensor | None, eps: float, out: torch.Tensor,
-    bias: torch.Tensor | None, into: bool, fine: bool, act: int, tiles: int,
-) -> _Few:  # fmt: skip
-    return _Few(
-        at(x), at(norm), at(w.q), at(out), at(bias), at(out) if into else None, x.stride(0),
-        out.stride(0), len(x), w.cols, w.rows, tiles, act, fine, eps,
-    )  # fmt: skip
-
-
-def product_two(
-    machine: Machine, x: torch.Tensor, segments: Sequence[Segment], norm: torch.Tensor, eps: float,
-    out: torch.Tensor, bias: torch.Tensor | None, into: bool,
-) -> bool:  # fmt: skip
-    """The same for a matrix of two formats in one launch: some blocks take one, some the other."""
-    if len(segments) != 2 or not all(takes_few(machine, x, w) for w in segments):
-        return False
-    on = native(machine.device)
-    found = _fitting(on, "few_two", len(x), *segments)
-    if found is None:
-        return False
-    kernel, shared, resident = found
-    tiles = [-(-w.rows // TILE) for w in segments]
-    most = min(sum(tiles), on.processors * resident)
-    share = round(most * segments[0].nbytes / sum(w.nbytes for w in segments))
-    first = min(max(share, most - tiles[1], 1), tiles[0], most - 1)
-    start, given = 0, []
-    for w, count in zip(segments, tiles, strict=True):
-        mine = slice(start, start + w.rows)
-        part = None if bias is None else bias[mine]
-        given.append(_few(x, w, norm, eps, out[:, mine], part, into, False, 0, count))
-        start += w.rows
-    kernel.launch(on.stream, (most, 1, 1), shared, _Two(*given, first))
-    return True
-
-
 def _some_tokens(x: Prepared) -> int:
     """Columns of a tile of tokens."""
     return min(max(power_of_two(len(x.values)), 16), SOME)
+
+
+def _some(on: Native, name: str, w: Segment, tokens: int) -> tuple[Kernel, int, int]:
+    """A kernel of some.cu, its shared memory, and groups of four warps in a block."""
+    f = w.format
+    groups, stages, blocks = (SOME_SHAPES if f.bits else DENSE_SHAPES)[
+        tokens, "whole" if name == "routed" else name
+    ]
+    kernel = on.kernel(
+        ("common", "weights", "unit", "some"), f"some_{name}", 128 * groups, WEIGHTS=f.native,
+        TOKENS=tokens, GROUPS=groups, STAGES=stages, BLOCKS=blocks,
+    )  # fmt: skip
+    unit = f.unit_bytes if f.bits else TILE * UNIT * 2
+    sums = tokens * 32 * groups * 4  # of up
+    return kernel, max(stages * (tokens * UNIT * 2 + 4 * groups * unit), sums), groups
 
 
 def product_some(
@@ -262,27 +165,44 @@ def product_some(
 
     What is returned is still to be added.
     """
-    f, tokens = w.format, _some_tokens(x)
-    rows = w.rows // 2 if act else w.rows
+    tokens, rows = _some_tokens(x), w.rows // 2 if act else w.rows
     tiles = -(-rows // TILE)
-    per_tile = tokens // 2 if x.fine else tokens
-    token_tiles = -(-x.n // per_tile)
+    token_tiles = -(-x.n // (tokens // 2 if x.fine else tokens))
     sliced = not act and w.slices > 1 and tiles * token_tiles < SLICED_BELOW
-    name = "some_gated" if act else "some_slice" if sliced else "some_whole"
     on = native(machine.device)
-    stages, blocks = SOME_STAGES[tokens]
-    kernel = on.kernel(
-        ("common", "weights", "some"), name, _SOME_THREADS, WEIGHTS=f.native, TOKENS=tokens,
-        STAGES=stages, BLOCKS=blocks,
-    )  # fmt: skip
-    unit = f.unit_bytes if f.bits else TILE * UNIT * 2
-    shared = stages * (tokens * UNIT * 2 + _SOME_WARPS * 2 * unit)
+    name = "gated" if act else "slice" if sliced else "whole"
+    kernel, shared, groups = _some(on, name, w, tokens)
     to = machine.empty(w.slices, len(x.values), w.rows) if sliced else out
     given = _Some(
-        at(x.values), at(w.q), at(to), at(bias), at(out) if into else None, at(x.scales),
-        out.stride(0), x.n, w.cols, w.rows, tiles, act, x.fine,
+        at(x.values), at(w.q), at(to),
+        at(bias), at(out) if into else None, at(x.scales), out.stride(0), x.n, w.cols, w.rows,
+        tiles, act, x.fine,
+        narrow=out.dtype is torch.bfloat16,
     )  # fmt: skip
-    per_block = _SOME_WARPS * (1 if act else 2)
-    grid = token_tiles, -(-tiles // per_block), w.slices if sliced else 1
+    grid = token_tiles, -(-tiles // (groups * (2 if act else 4))), w.slices if sliced else 1
     kernel.launch(on.stream, grid, shared, given)
     return Slices(machine, to, x, bias, into) if sliced else None
+
+
+def product_routed(
+    machine: Machine, x: Prepared, w: Segment, owner: torch.Tensor, pairs: torch.Tensor,
+    divide: int, out: torch.Tensor,
+) -> bool:  # fmt: skip
+    """Experts' columns of the output: a tile of pairs meets its owner; False if not for these.
+
+    Pair i has row i // divide of x, and writes row i.
+    """
+    f, rows = w.format, w.part_rows[0]
+    whole = f.bits > 0 or (f.dtype is not torch.float32 and w.cols % UNIT == 0)
+    if machine.interpreted or not whole or rows % TILE or w.first % TILE or w.cols % 8:
+        return False
+    on = native(machine.device)
+    kernel, shared, groups = _some(on, "routed", w, pairs.shape[1])
+    first = w.q[w.first // TILE if f.bits else w.first :]
+    given = _Some(
+        at(x.values), at(first), at(out), None, None, at(x.scales),
+        out.stride(0), len(out), w.cols, rows, rows // TILE, 0, False, at(owner), at(pairs), divide,
+    )  # fmt: skip
+    grid = len(owner), -(-rows // (TILE * 4 * groups)), 1
+    kernel.launch(on.stream, grid, shared, given)
+    return True

@@ -20,8 +20,6 @@ from quire.ops.cuda.machine import power_of_two
 from quire.ops.cuda.many import expand, product_many, takes_many
 from quire.ops.cuda.matrices import Segment
 
-_NATIVE = 32
-"""Up to so many rows of activations, slices are products in CUDA C++."""
 _FULL = 200
 """Programs that keep a large GPU busy: with fewer, slices do run in parallel."""
 try:
@@ -124,11 +122,11 @@ class Multiplying(Arrays):
 
     def product(self, x: Prepared, w: Segment, to: Sum) -> Slices | None:
         """One segment's columns of the output; what is returned is still to be added."""
-        if w.format.bits and not self.machine.interpreted:
-            if x.n <= SOME:
-                return launch.product_some(self.machine, x, w, to.out, to.bias, to.into)
-            if not takes_many(self.machine, x, w, to.out):
-                w = self.expanded([w], x.values.dtype)
+        if x.n <= SOME and self._native(w):
+            return launch.product_some(self.machine, x, w, to.out, to.bias, to.into)
+        packed = w.format.bits and not self.machine.interpreted
+        if packed and not takes_many(self.machine, x, w, to.out):
+            w = self.expanded([w], x.values.dtype)
         if not self.exact_batches and x.n > SOME and self._library(x, w, to):
             return None
         if takes_many(self.machine, x, w, to.out):
@@ -137,8 +135,6 @@ class Multiplying(Arrays):
         tile = tile_of(w, x.n)
         programs = triton.cdiv(w.rows, tile["BR"])
         if x.n <= SOME and programs < _FULL and w.slices > 1:
-            if len(x.values) <= _NATIVE and self._native(w):
-                return launch.product_some(self.machine, x, w, to.out, to.bias, to.into)
             return self._in_slices(x, w, to, tile)
         self._launch(x, w, to.out, to, tile, False)
         return None
@@ -147,7 +143,7 @@ class Multiplying(Arrays):
         """act(gate) · up of a segment that has the rows of both, in this type."""
         rows = w.rows // 2
         out = self.machine.empty(x.n, rows, dtype=kind)
-        if w.format.bits and x.n <= SOME:
+        if x.n <= SOME and self._native(w):
             launch.product_some(self.machine, x, w, out, act=act)
             return out
         if w.format.bits and not takes_many(self.machine, x, w, out):
@@ -172,9 +168,10 @@ class Multiplying(Arrays):
         return made(x.values, [tile["BT"], 64]), made(w.q, [tile["BR"], 64]), True
 
     def _native(self, w: Segment) -> bool:
-        """Whether these are dense weights of 16 bits in whole units of columns, on a GPU."""
-        narrow = not w.format.bits and w.format.dtype is not torch.float32
-        return narrow and not (self.machine.interpreted or w.first or w.cols % UNIT)
+        """Whether CUDA C++ multiplies with these: quantised, or 16 bits in whole units."""
+        if self.machine.interpreted or w.first:
+            return False
+        return w.format.bits > 0 or (w.format.dtype is not torch.float32 and w.cols % UNIT == 0)
 
     def expanded(self, segments: Sequence[Segment], kind: torch.dtype) -> Segment:
         """For many tokens: quantised weights unpacked once, instead of by every tile."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from quire.ops import Array, Int32, Matrix, Part
-from quire.ops.cuda import launch, matrices
+from quire.ops.cuda import few, launch, matrices
 from quire.ops.cuda.arrays import CudaArray, array_of, row_of, values_of
 from quire.ops.cuda.formats import TILE
 from quire.ops.cuda.launch import Prepared, Slices
@@ -96,13 +96,11 @@ class Matrices(Multiplying):
                 return None
             prepared = self.prepare(x, w.cols, norm, eps, 0, mine)
             return self.new(self.gated_by_library(prepared, segment, act, kind))
-        if n <= launch.FEW:
+        if n <= few.FEW:
             out = self.machine.empty(n, rows)
-            if launch.product_few(self.machine, x.values, segment, norm, eps, out, act=act):
+            if few.product_few(self.machine, x.values, segment, norm, eps, out, act=act):
                 return self.new(out)
-        if segment.format.bits and n < launch.GATED_FROM:
-            return None
-        if n <= launch.FEW or (segment.format.bits and not many):
+        if n <= few.FEW or (segment.format.bits and not many):
             kind = torch.float32
         prepared = self.prepare(x, w.cols, norm, eps, 0, mine)
         return self.new(self.gated(prepared, segment, act, kind))
@@ -127,7 +125,7 @@ class Matrices(Multiplying):
         to: Sum, fine: bool,
     ) -> Slices | None:  # fmt: skip
         """Products with all segments; what is returned is still to be added."""
-        if norm is not None and not fine and x.shape[0] <= launch.FEW and launch.product_two(
+        if norm is not None and not fine and x.shape[0] <= few.FEW and few.product_two(
             self.machine, x.values, w.segments, norm, eps, to.out, to.bias, to.into
         ):  # fmt: skip
             return None
@@ -137,7 +135,7 @@ class Matrices(Multiplying):
             mine = slice(start, start + segment.rows)
             out, bias = to.out[:, mine], None if to.bias is None else to.bias[mine]
             start += segment.rows
-            if not act and x.shape[0] <= launch.FEW and launch.product_few(
+            if not act and x.shape[0] <= few.FEW and few.product_few(
                 self.machine, x.values, segment, norm, eps, out, bias, to.into, fine
             ):  # fmt: skip
                 continue

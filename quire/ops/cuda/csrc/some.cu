@@ -1,7 +1,8 @@
-// Products for up to 64 tokens. A block has four warps, each with two tiles of 16 weight rows, and a
-// tile of tokens that all share. Columns are summed in order within a slice, then slices one after
-// the other: here, or, where a matrix has few rows, by `join` after blocks of their own.
-// WEIGHTS, TOKENS, STAGES and BLOCKS come from the host.
+// Products for up to 64 tokens. A block has groups of four warps and a tile of tokens that all share; a
+// warp unpacks a tile of 16 weight rows, each weight once. Columns are summed in order within a slice,
+// then slices one after the other: here, or, where a matrix has few rows, by `join` after blocks of
+// their own.
+// WEIGHTS, TOKENS, GROUPS, STAGES and BLOCKS come from the host.
 
 struct SomeArgs {
   const u16* x;       // [n, cols], then with `fine` as many rows of what rounding has lost
@@ -14,17 +15,26 @@ struct SomeArgs {
   int n, cols, rows;
   int tiles;          // of 16 rows; with `act`, of the gate alone: as many of up follow
   int act, fine;
+  const int *owner, *pairs;  // of experts: which a tile of tokens meets, and its tokens; -1: none
+  int divide;                // pair i has row i / divide of x
+  int narrow;                // act(gate) · up in bfloat16
 };
 
-extern __shared__ __align__(128) u8 memory[];
+extern __shared__ __align__(1024) u8 memory[];
 
-enum Kind { SLICE, WHOLE, GATED };
+__device__ __forceinline__ int load_int(const int* at) {
+  int v;
+  asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+  return v;
+}
+
+enum Kind { SLICE, WHOLE, GATED, ROUTED };
 
 template <int KIND> struct Some {
   typedef WEIGHTS W;
   typedef typename W::Type T;
-  static constexpr int WARPS = 4, TILES = 2, GROUPS = TOKENS / 8;
-  static constexpr int X_BYTES = TOKENS * 128, STAGE = X_BYTES + WARPS * TILES * W::bytes;
+  static constexpr int WARPS = 4 * GROUPS, SIZE = 32 * WARPS, EIGHTS = TOKENS / 8;
+  static constexpr int X_BYTES = TOKENS * 128, W_BYTES = WARPS * W::bytes;
 
   const SomeArgs& a;
   const int warp, lane, units, slice, first, count;
@@ -34,152 +44,165 @@ template <int KIND> struct Some {
         slice((units + 7) / 8), first(KIND == SLICE ? blockIdx.z * slice : 0),
         count(KIND == SLICE ? min(slice, units - first) : units) {}
 
-  __device__ __forceinline__ u8* stage_x(int i) const { return memory + i * STAGE; }
-  __device__ __forceinline__ u8* stage_w(int i, int m) const {
-    return memory + i * STAGE + X_BYTES + (warp * TILES + m) * W::bytes;
+  __device__ __forceinline__ u8* stage_x(int i) const { return memory + i * X_BYTES; }
+  __device__ __forceinline__ u8* stage_w(int i) const {
+    return memory + STAGES * X_BYTES + i * W_BYTES + warp * W::bytes;
   }
 
-  __device__ __forceinline__ int tile(int m) const {
-    if (KIND == GATED) return blockIdx.y * WARPS + warp + m * a.tiles;
-    return (blockIdx.y * WARPS + warp) * TILES + m;
-  }
-
-  __device__ __forceinline__ void fetch_weights(int into, int u) const {
-    const int last = (KIND == GATED ? 2 : 1) * a.tiles - 1;
-#pragma unroll
-    for (int m = 0; m < TILES; ++m) {
-      const int t = min(tile(m), last);
-      const u8* from = W::find(a.w, t, a.cols, first + u, lane);
-      W::copy(shared_address(stage_w(into, m)), from, a.rows - t * 16, a.cols, lane);
-    }
+  // Of four warps two have rows of the gate, and two those of up.
+  __device__ __forceinline__ int tile() const {
+    if (KIND == GATED) return blockIdx.y * WARPS / 2 + warp / 4 * 2 + warp % 2 + warp / 2 % 2 * a.tiles;
+    return blockIdx.y * WARPS + warp;
   }
 
   // A row of x for each column of the tile; with `fine` the second half has what rounding lost.
   __device__ __forceinline__ int token(int column) const {
     const int half = TOKENS / 2;
+    if (KIND == ROUTED) {
+      const int pair = load_int(a.pairs + blockIdx.x * TOKENS + column);
+      return pair < 0 ? a.n : pair;
+    }
     if (!a.fine) return blockIdx.x * TOKENS + column;
     return blockIdx.x * half + column % half;
   }
-  __device__ __forceinline__ void fetch_x(int into, int u) const {
-    const u32 to = shared_address(stage_x(into));
-#pragma unroll
-    for (int i = 0; i < TOKENS * 8 / 128; ++i) {
-      const int r = (i * 128 + threadIdx.x) / 8, c = threadIdx.x % 8, column = (first + u) * UNIT + c * 8;
-      const int row = token(r) + (a.fine && r >= TOKENS / 2 ? a.n : 0);
-      const bool inside = token(r) < a.n && column < a.cols;
-      copy16_if(to + r * 128 + ((c ^ (r & 7)) << 4), inside ? a.x + (u64)row * a.cols + column : a.x, inside);
-    }
-  }
 
-  __device__ __forceinline__ void multiply(int at, float c[TILES][GROUPS][4]) const {
-    typename W::Raw raw[TILES];
+  __device__ __forceinline__ int row_of(int token) const { return KIND == ROUTED ? token / a.divide : token; }
+
+  // Each thread fetches some pieces of 16 bytes.
+  struct Tokens {
+    static constexpr int PIECES = (TOKENS * 8 + SIZE - 1) / SIZE;
+    static constexpr u32 NONE = ~0u;
+    const Some& f;
+    u32 from[PIECES];
+    __device__ __forceinline__ Tokens(const Some& some) : f(some) {}
+    __device__ __forceinline__ void find() {
 #pragma unroll
-    for (int m = 0; m < TILES; ++m) raw[m] = W::read(stage_w(at, m), lane);
-    const u32 x = shared_address(stage_x(at));
-    const int r = lane / 16 * 8 + lane % 8, chunk = lane / 8 % 2;
-#pragma unroll
-    for (int s = 0; s < 4; ++s) {
-      u32 w[TILES][4];
-#pragma unroll
-      for (int m = 0; m < TILES; ++m) W::operand(raw[m], s, w[m]);
-#pragma unroll
-      for (int j = 0; j < GROUPS / 2; ++j) {
-        u32 b[4];
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
-                     : "r"(x + (j * 16 + r) * 128 + (((2 * s + chunk) ^ (r & 7)) << 4)) : "memory");
-#pragma unroll
-        for (int m = 0; m < TILES; ++m) {
-          T::multiply(c[m][2 * j], w[m], b[0], b[1]);
-          T::multiply(c[m][2 * j + 1], w[m], b[2], b[3]);
-        }
+      for (int i = 0; i < PIECES; ++i) {
+        const int r = i * (SIZE / 8) + threadIdx.x / 8, t = r < TOKENS ? f.token(r) : f.a.n;
+        const int row = f.row_of(t) + (f.a.fine && r >= TOKENS / 2 ? f.a.n : 0);
+        from[i] = t < f.a.n ? row * f.a.cols + f.first * UNIT + threadIdx.x % 8 * 8 : NONE;
       }
     }
+    __device__ __forceinline__ void fetch(int into, int u) {
+      const u32 r = threadIdx.x / 8, c = threadIdx.x % 8;
+      const u32 to = shared_address(f.stage_x(into)) + r * 128 + ((c ^ (r & 7)) << 4);
+      const bool whole = (f.first + u) * UNIT + c * 8 < f.a.cols;
+#pragma unroll
+      for (int i = 0; i < PIECES; ++i) {
+        const bool inside = whole && from[i] != NONE;
+        if (i * (SIZE / 8) + r < TOKENS)
+          copy16_if(to + i * SIZE * 16, f.a.x + (inside ? from[i] + u * UNIT : 0), inside);
+      }
+    }
+  };
+
+  __device__ __forceinline__ void multiply(int at, float (&c)[EIGHTS][4]) const {
+    const typename W::Raw raw = W::read(stage_w(at), lane);
+    u32 w[4][4];
+#pragma unroll
+    for (int s = 0; s < 4; ++s) W::operand(raw, s, w[s]);
+    multiply_unit<T>(c, w, shared_address(stage_x(at)), lane);
   }
 
-  __device__ __forceinline__ void store_slice(const float c[TILES][GROUPS][4]) const {
+  __device__ __forceinline__ void store_slice(const float (&c)[EIGHTS][4]) const {
     const int columns = a.n * (1 + a.fine);
 #pragma unroll
-    for (int m = 0; m < TILES; ++m)
-#pragma unroll
-      for (int j = 0; j < GROUPS; ++j)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int column = j * 8 + lane % 4 * 2 + i % 2, row = tile(m) * 16 + lane / 4 + i / 2 * 8;
-          const int at = token(column) + (a.fine && column >= TOKENS / 2 ? a.n : 0);
-          if (token(column) < a.n && row < a.rows)
-            a.out[((u64)blockIdx.z * columns + at) * a.rows + row] = c[m][j][i];
-        }
-  }
-
-  __device__ __forceinline__ void store(float total[TILES][GROUPS][4]) const {
-    if (a.fine)
-#pragma unroll
-      for (int m = 0; m < TILES; ++m)
-#pragma unroll
-        for (int j = 0; j < GROUPS / 2; ++j)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) total[m][j][i] = __fadd_rn(total[m][j][i], total[m][j + GROUPS / 2][i]);
-    const int rows = KIND == GATED ? a.tiles * 16 : a.rows;
-#pragma unroll
-    for (int j = 0; j < GROUPS; ++j) {
-      if (a.fine && j >= GROUPS / 2) break;
+    for (int j = 0; j < EIGHTS; ++j)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int t = token(j * 8 + lane % 4 * 2 + i % 2);
-        if (t >= a.n) continue;
-        const float undo = T::scaled ? load(a.undo + t) : 1.0f;
+        const int column = j * 8 + lane % 4 * 2 + i % 2, row = tile() * 16 + lane / 4 + i / 2 * 8;
+        const int at = token(column) + (a.fine && column >= TOKENS / 2 ? a.n : 0);
+        if (token(column) < a.n && row < a.rows) a.out[((u64)blockIdx.z * columns + at) * a.rows + row] = c[j][i];
+      }
+  }
+
+  __device__ __forceinline__ void store(float (&total)[EIGHTS][4]) const {
+    if (a.fine)
 #pragma unroll
-        for (int m = 0; m < (KIND == GATED ? 1 : TILES); ++m) {
-          const int row = tile(m) * 16 + lane / 4 + i / 2 * 8;
-          if (row >= rows) continue;
-          float* to = a.out + t * a.out_stride + row;
-          float y = __fmul_rn(total[m][j][i], undo);
-          if (KIND == GATED) {
-            y = activate(a.act, y, __fmul_rn(total[1][j][i], undo));
-          } else {
-            if (a.bias) y = __fadd_rn(y, a.bias[row]);
-            if (a.into) y = __fadd_rn(y, load(to));
+      for (int j = 0; j < EIGHTS / 2; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) total[j][i] = __fadd_rn(total[j][i], total[j + EIGHTS / 2][i]);
+    const bool up = KIND == GATED && warp / 2 % 2;
+    float* other = (float*)memory + ((warp / 4 * 2 + warp % 2) * EIGHTS * 4) * 32 + lane;
+    if (KIND == GATED) {
+      __syncthreads();
+      if (up)
+#pragma unroll
+        for (int i = 0; i < EIGHTS * 4; ++i) other[i * 32] = total[i / 4][i % 4];
+      __syncthreads();
+      if (up) return;
+    }
+    const int rows = KIND == GATED ? a.tiles * 16 : a.rows;
+#pragma unroll
+    for (int j = 0; j < EIGHTS; ++j) {
+      if (a.fine && j >= EIGHTS / 2) break;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int t = token(j * 8 + lane % 4 * 2 + i % 2), row = tile() * 16 + lane / 4 + i / 2 * 8;
+        if (t >= a.n || row >= rows) continue;
+        const float undo = T::scaled ? load(a.undo + row_of(t)) : 1.0f;
+        float* to = a.out + t * a.out_stride + row;
+        float y = __fmul_rn(total[j][i], undo);
+        if (KIND == GATED) {
+          y = activate(a.act, y, __fmul_rn(other[(j * 4 + i) * 32], undo));
+          if (a.narrow) {
+            ((u16*)a.out)[t * a.out_stride + row] = (u16)to_bfloat2(y, 0);
+            continue;
           }
-          *to = y;
+        } else {
+          if (a.bias) y = __fadd_rn(y, a.bias[row]);
+          if (a.into) y = __fadd_rn(y, load(to));
         }
+        *to = y;
       }
     }
   }
 
   __device__ __forceinline__ void run() const {
     let_next_start();
+    Tokens tokens(*this);
+    if (KIND == ROUTED) wait_for_previous();  // which expert it is, others write
+    const int expert = KIND == ROUTED ? load_int(a.owner + blockIdx.x) : 0;
+    if (expert < 0) return;
+    const int last = (KIND == GATED ? 2 : 1) * a.tiles - 1, t = min(tile(), last) + expert * a.tiles;
+    const u8* from = W::find(a.w, t, a.cols, first, lane);
+    auto fetch_weights = [&](int into) {
+      W::copy(shared_address(stage_w(into)), from, KIND == ROUTED ? 16 : a.rows - t * 16, a.cols, lane);
+      from += W::step;
+    };
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i)
-      if (i < count) fetch_weights(i, i);
-    wait_for_previous();
+      if (i < count) fetch_weights(i);
+    if (KIND != ROUTED) wait_for_previous();
+    tokens.find();
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i) {
-      if (i < count) fetch_x(i, i);
+      if (i < count) tokens.fetch(i, i);
       commit_copies();
     }
-    float c[TILES][GROUPS][4] = {}, total[TILES][GROUPS][4] = {};
-    int now = 0, next = STAGES - 1, left = slice;
-    for (int u = 0; u < count; ++u) {
-      wait_copies<STAGES - 2>();
-      __syncthreads();
-      if (u + STAGES - 1 < count) {
-        fetch_weights(next, u + STAGES - 1);
-        fetch_x(next, u + STAGES - 1);
+    float c[EIGHTS][4] = {}, total[EIGHTS][4] = {};
+    int now = 0, next = STAGES - 1;
+    for (int start = 0; start < count; start += slice) {
+      const int end = min(start + slice, count);
+      for (int u = start; u < end; ++u) {
+        wait_copies<STAGES - 2>();
+        finish_products(c);
+        show_copies();
+        __syncthreads();
+        if (u + STAGES - 1 < count) {
+          fetch_weights(next);
+          tokens.fetch(next, u + STAGES - 1);
+        }
+        commit_copies();
+        multiply(now, c);
+        now = now + 1 == STAGES ? 0 : now + 1;
+        next = next + 1 == STAGES ? 0 : next + 1;
       }
-      commit_copies();
-      multiply(now, c);
-      now = now + 1 == STAGES ? 0 : now + 1;
-      next = next + 1 == STAGES ? 0 : next + 1;
-      if (KIND != SLICE && (--left == 0 || u + 1 == count)) {
-        left = slice;
+      finish_products(c);
+      if (KIND >= WHOLE)
 #pragma unroll
-        for (int m = 0; m < TILES; ++m)
-#pragma unroll
-          for (int j = 0; j < GROUPS; ++j)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) total[m][j][i] = __fadd_rn(total[m][j][i], c[m][j][i]), c[m][j][i] = 0;
-      }
+        for (int i = 0; i < EIGHTS * 4; ++i)
+          total[i / 4][i % 4] = __fadd_rn(total[i / 4][i % 4], c[i / 4][i % 4]), c[i / 4][i % 4] = 0;
     }
     if (KIND == SLICE)
       store_slice(c);
@@ -188,14 +211,18 @@ template <int KIND> struct Some {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(128, BLOCKS) some_slice(const __grid_constant__ SomeArgs a) {
+extern "C" __global__ void __launch_bounds__(128 * GROUPS, BLOCKS) some_slice(const __grid_constant__ SomeArgs a) {
   Some<SLICE>(a).run();
 }
 
-extern "C" __global__ void __launch_bounds__(128, BLOCKS) some_whole(const __grid_constant__ SomeArgs a) {
+extern "C" __global__ void __launch_bounds__(128 * GROUPS, BLOCKS) some_whole(const __grid_constant__ SomeArgs a) {
   Some<WHOLE>(a).run();
 }
 
-extern "C" __global__ void __launch_bounds__(128, BLOCKS) some_gated(const __grid_constant__ SomeArgs a) {
+extern "C" __global__ void __launch_bounds__(128 * GROUPS, BLOCKS) some_gated(const __grid_constant__ SomeArgs a) {
   Some<GATED>(a).run();
+}
+
+extern "C" __global__ void __launch_bounds__(128 * GROUPS, BLOCKS) some_routed(const __grid_constant__ SomeArgs a) {
+  Some<ROUTED>(a).run();
 }
