@@ -48,13 +48,7 @@ class LlamaBody(msgspec.Struct, kw_only=True):
 
     def as_completion(self) -> CompletionBody:
         """The same in OpenAI's words."""
-        if self.grammar:
-            raise ApiError(
-                400, "grammar is not read in llama.cpp's notation; use json_schema, or "
-                "structured_outputs at /v1/completions with a grammar in Lark's", param="grammar",
-            )  # fmt: skip
         most = self.n_predict if self.n_predict is not None else self.max_tokens
-        schema = {"type": "json_schema", "schema": self.json_schema}
         return CompletionBody(
             prompt=self.prompt, model=self.model,
             max_tokens=2**31 - 1 if most is None or most < 0 else most,
@@ -63,7 +57,7 @@ class LlamaBody(msgspec.Struct, kw_only=True):
             repetition_penalty=self.repeat_penalty, presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty, ignore_eos=self.ignore_eos,
             logit_bias=_bias(self.logit_bias), logprobs=self.n_probs or None,
-            response_format=schema if self.json_schema is not None else None,
+            json_schema=self.json_schema, grammar=self.grammar,
             stream=self.stream, session_id=self.session_id, cache_salt=self.cache_salt,
         )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,11 @@ def _told(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
     return {"token": _text(data), "logprob": _finite(logprob), "bytes": list(data)}
 
 
+def of_prompt(tokens: Sequence[int], scores: Sequence[TokenLogprob]) -> list[TokenLogprob]:
+    """Those of a whole prompt; nothing comes before its first token, so that has none."""
+    return [TokenLogprob(tokens[0], math.nan, ()), *scores]
+
+
 def legacy(
     tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob], offset: int
 ) -> tuple[dict[str, Any], int]:
@@ -33,9 +39,12 @@ def legacy(
         tokens.append(_text(tokenizer.token_bytes(one.token_id)))
         offsets.append(offset)
         offset += len(tokens[-1])
-    tops = []
+    tops: list[dict[str, float | None] | None] = []
     for one in logprobs:
-        tops.append({_text(tokenizer.token_bytes(t)): _finite(p) for t, p in one.top})
+        top: dict[str, float | None] = {}
+        for token, value in one.top:  # the likelier of two whose bytes are no text comes first
+            top.setdefault(_text(tokenizer.token_bytes(token)), _finite(value))
+        tops.append(None if math.isnan(one.logprob) else top)
     told = {
         "tokens": tokens, "token_logprobs": [_finite(one.logprob) for one in logprobs],
         "top_logprobs": tops, "text_offset": offsets,
@@ -47,6 +56,6 @@ def _text(data: bytes) -> str:
     return data.decode(errors="replace")
 
 
-def _finite(logprob: float) -> float:
-    """JSON has no infinity; OpenAI says -9999 for what cannot be."""
-    return max(float(logprob), -9999.0)
+def _finite(logprob: float) -> float | None:
+    """JSON has no infinity; OpenAI says -9999 for what cannot be, and null where there is none."""
+    return None if math.isnan(logprob) else max(float(logprob), -9999.0)

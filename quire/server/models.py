@@ -33,6 +33,8 @@ class ServedModel:
         """Requests and sessions that need it loaded."""
         self.last_used = time.monotonic()
         self.loading: asyncio.Task[None] | None = None
+        self.scoring = asyncio.Lock()
+        """Held by whoever has a prompt scored."""
         self._llm: LLM | None = None
         self._driver: Driver | None = None
 

@@ -14,16 +14,23 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from quire.api.stream import end_soon
 from quire.api.texts import ChatPrompt
+from quire.engine.constrain import Matcher
+from quire.engine.generation import Transcript
 from quire.engine.loop import Job
 from quire.engine.request import Request
 from quire.server.compilers import Compilers
 from quire.server.follow import News, Signal
 from quire.server.models import ServedModel
+from quire.server.scored import Scored
 from quire.types import Constraint, Sampling, TokenLogprob
 
 if TYPE_CHECKING:
     from quire.server.session import ServedSession
     from quire.server.state import State
+
+
+GoesOn = Callable[[Request, Transcript, Matcher | None], Callable[[], Job]]
+"""Makes what starts a job on something that is there already."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,10 @@ class Ask:
     session: ServedSession | None = None
     chat: ChatPrompt | None = None
     """The conversation that the prompt was made from, which says how to read the answer."""
+    scores: int | None = None
+    """Whether prompts' own tokens are scored, with so many of the likeliest at each place."""
+    answers: bool = True
+    """Whether anything is generated, or prompts are only scored."""
     whole: bool = False
     """With a session: whether the prompt is the whole conversation, which it goes back for."""
 
@@ -66,6 +77,8 @@ class Run:
     def __init__(self, ask: Ask, news: News, compilers: Compilers) -> None:
         self.ask = ask
         self.jobs: list[Job] = []
+        self.scores: list[list[TokenLogprob]] = []
+        """Of all tokens of each prompt but the first, where they are scored."""
         self._news = news
         self._compilers = compilers
         self.at_end: Callable[[], Awaitable[None]] | None = None
@@ -75,26 +88,57 @@ class Run:
 
     async def begin(self) -> None:
         """Puts all of it on the engine at once."""
-        ask = self.ask
-        begins = []
-        for prompt in ask.prompts:
-            for n in range(ask.n):
-                sampling = ask.sampling
-                if sampling.seed is not None and n:
-                    sampling = replace(sampling, seed=(sampling.seed + n) % 2**64)
-                request = Request(
-                    tuple(prompt), sampling, ask.constraint, ask.salt, None, ask.key, ask.priority
-                )
-                begins.append(await self._prepared(request))
-        self.jobs = await ask.model.call(partial(_begin_all, begins, self._tell), _end_all)
+        if self.ask.scores is None:
+            begins: list[Callable[[], Job]] = []
+            for prompt in self.ask.prompts:
+                begins += [await self._prepared(one) for one in self._requests(prompt)]
+            await self._begin(begins)
+        else:
+            for prompt in self.ask.prompts:
+                await self._begin_scored(prompt, self.ask.scores)
         self.wake()  # what came before anybody listened
 
-    async def _prepared(self, request: Request) -> Callable[[], Job]:
+    async def _begin(self, begins: list[Callable[[], Job]]) -> None:
+        begin = partial(_begin_all, begins, self._tell)
+        jobs = await self.ask.model.call(begin, _end_all)
+        self.jobs += jobs
+
+    async def _begin_scored(self, prompt: list[int], top: int) -> None:
+        """A prompt's own tokens first; the first answer goes on from them, others share them."""
+        ask = self.ask
+        scored = await Scored.of(ask.model, prompt, top, ask.salt)
+        try:
+            goes_on = partial(scored.beginning, answers=ask.answers)
+            first, *others = self._requests(prompt)
+            begins = [await self._prepared(first, goes_on)]
+            begins += [await self._prepared(one) for one in others]
+            await self._begin(begins)
+        finally:
+            await scored.close()
+        self.scores.append(scored.logprobs)
+
+    def _requests(self, prompt: list[int]) -> list[Request]:
+        """One for each answer to a prompt."""
+        ask, made = self.ask, []
+        for n in range(ask.n):
+            sampling = ask.sampling
+            if sampling.seed is not None and n:
+                sampling = replace(sampling, seed=(sampling.seed + n) % 2**64)
+            made.append(
+                Request(
+                    tuple(prompt), sampling, ask.constraint, ask.salt, None, ask.key, ask.priority
+                )
+            )
+        return made
+
+    async def _prepared(self, request: Request, goes_on: GoesOn | None = None) -> Callable[[], Job]:
         """What starts a job, on the loop; what takes long is done elsewhere, before."""
         ask, llm = self.ask, self.ask.model.llm
         transcript, matcher = llm.transcript(ask.stop), None
         if request.constraint is not None:
             matcher = await self._compilers.compile(llm, request)
+        if goes_on is not None:
+            return goes_on(request, transcript, matcher)
         if ask.session is not None:
             return ask.session.beginning(request, transcript, matcher, ask.whole)
 

@@ -114,7 +114,7 @@ def test_llamacpps_completion(rig: Rig) -> None:
     assert cut["stop_type"] == "word" and cut["stopping_word"] == stop
     several = rig.post("/completion", **{**body, "prompt": ["Once", "Twice"]})
     assert [one["index"] for one in several] == [0, 1]
-    rig.refused(400, "/completion", prompt="x", grammar='root ::= "a"')
+    rig.refused(400, "/completion", prompt="x", grammar="root ::= a")
 
 
 def test_llamacpps_props_and_slots(rig: Rig) -> None:

@@ -140,6 +140,8 @@ async def abort(http: httpx.AsyncClient, random: random.Random) -> None:
         path, body = "/v1/sessions", {"prompt": tokens, "ttl_s": 0.2}
     elif kind < 0.45:
         more = {"prompt": "a", "structured_outputs": {"regex": "[a-z]{40}"}}  # type: ignore[dict-item]
+    elif kind < 0.55:
+        body |= {"echo": True, "logprobs": 1, "max_tokens": random.choice([0, 8]), "n": 1}
     with suppress(TimeoutError, httpx.HTTPError):
         await asyncio.wait_for(read(http, path, {**body, **more}), random.expovariate(8))
 

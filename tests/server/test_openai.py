@@ -203,8 +203,26 @@ def test_other_structures(rig: Rig) -> None:
     rig.refused(400, "/v1/completions", prompt="a", response_format={"type": "xml"})
     made = rig.complete("So", 8, json_schema={"const": "a"})["choices"][0]["text"]
     assert made == '"a"'
-    rig.refused(400, "/v1/completions", prompt="a", echo=True, logprobs=1)
     assert rig.complete("So", 2, echo=True)["choices"][0]["text"].startswith("So")
+
+
+GBNF = 'root ::= "yes" | "no" # llama.cpp writes grammars so\n'
+
+
+def test_grammars_in_both_notations(rig: Rig) -> None:
+    for wanted in (
+        {"grammar": GBNF}, {"structured_outputs": {"grammar": GBNF}},
+        {"structured_outputs": {"grammar": 'start: "yes" | "no"'}},
+    ):  # fmt: skip
+        assert rig.complete("So", 8, **wanted)["choices"][0]["text"] in ("yes", "no")
+        answer = rig.chat("Is it so?", max_tokens=8, **wanted)
+        assert answer["choices"][0]["message"]["content"] in ("yes", "no")
+    assert rig.post("/completion", prompt="So", n_predict=8, grammar=GBNF)["content"] in (
+        "yes", "no",
+    )  # fmt: skip
+    error = rig.refused(400, "/v1/completions", prompt="So", grammar="root ::= nowhere")
+    assert "line 1" in error["message"] and "nowhere" in error["message"]
+    rig.refused(400, "/v1/completions", prompt="a", grammar=GBNF, json_schema={"const": 1})
 
 
 def test_models_have_names(rig: Rig) -> None:
