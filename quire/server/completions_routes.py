@@ -18,7 +18,7 @@ from quire.server.logprobs import chat_form, legacy, of_prompt
 from quire.server.run import Ask, Delta
 from quire.server.state import State
 from quire.server.turn import Turn
-from quire.server.wire import DONE, as_json, event, read_as
+from quire.server.wire import DONE, as_json, event, read_as, refused
 from quire.types import TokenLogprob
 
 _MOST_PROMPTS = 1024
@@ -59,11 +59,12 @@ class CompletionBody(Common, kw_only=True):
 async def completions(request: Request) -> Response:
     """Continues one prompt or several."""
     body = await read_as(request, CompletionBody)
-    turn = await begin_completion(request, body)
-    answer = _Answer(turn, turn.run.ask.model.name, body)
+    beginning = begin_completion(request, body)
     if body.streams:
-        return turns.stream(turn, answer.chunks())
-    return as_json(await turns.finish(request, turn, answer.whole()))
+        return await turns.stream(
+            request, beginning, lambda turn: _Answer(turn, body).chunks(), refused
+        )
+    return as_json(await turns.finish(request, beginning, lambda turn: _Answer(turn, body).whole()))
 
 
 async def begin_completion(request: Request, body: CompletionBody) -> Turn:
@@ -87,7 +88,7 @@ async def begin_completion(request: Request, body: CompletionBody) -> Turn:
             answers=not body.only_scores,
         )  # fmt: skip
 
-    return await turns.begin(request, state, model, ask)
+    return await Turn(state).begin(model, ask)
 
 
 def _check(body: CompletionBody) -> None:
@@ -126,14 +127,14 @@ def _tokens(llm: LLM, body: CompletionBody, behind: int) -> list[list[int]]:
 class _Answer:
     """Writes what comes in OpenAI's older form."""
 
-    def __init__(self, turn: Turn, model: str, body: CompletionBody) -> None:
+    def __init__(self, turn: Turn, body: CompletionBody) -> None:
         self._state = turn.state
         self._run = turn.run
         self._llm = turn.run.ask.model.llm
         self._body = body
         self._head = {
             "id": f"cmpl-{secrets.token_hex(12)}", "object": "text_completion",
-            "created": int(time.time()), "model": model,
+            "created": int(time.time()), "model": turn.run.ask.model.name,
         }  # fmt: skip
         self._offsets: dict[int, int] = {}
 

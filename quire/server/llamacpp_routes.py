@@ -75,10 +75,10 @@ def _bias(given: Any) -> dict[str, float] | None:
 async def completion(request: Request) -> Response:
     """Continues one prompt or several."""
     body = await read_as(request, LlamaBody)
-    turn = await begin_completion(request, body.as_completion())
+    beginning = begin_completion(request, body.as_completion())
     if body.stream:
-        return turns.stream(turn, _events(turn, body))
-    made = await turns.finish(request, turn, _whole(turn.run, body))
+        return await turns.stream(request, beginning, lambda turn: _events(turn, body), _refused)
+    made = await turns.finish(request, beginning, lambda turn: _whole(turn.run, body))
     return as_json(made[0] if len(made) == 1 else made)
 
 
@@ -107,7 +107,11 @@ async def _events(turn: Turn, body: LlamaBody) -> AsyncGenerator[bytes, None]:
             if delta.finish_reason:
                 yield event(_end(run, body, at, "", []))
     except Exception as error:
-        yield event(turn.state.told(error).as_dict())
+        yield _refused(turn.state.told(error))
+
+
+def _refused(error: ApiError) -> bytes:
+    return event(error.as_dict())
 
 
 def _end(run: Run, body: LlamaBody, at: int, text: str, tokens: list[int]) -> dict[str, Any]:

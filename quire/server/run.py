@@ -265,9 +265,19 @@ def _finish(job: Job) -> str:
     return {"cancelled": "abort"}.get(str(job.finish_reason), str(job.finish_reason))
 
 
+def _check_lengths(ask: Ask) -> None:
+    """Refuses what cannot fit before it waits for its turn."""
+    engine = ask.model.llm.engine
+    for prompt in ask.prompts if ask.session is None else ():
+        engine.check_tokens(0, prompt)
+        if len(prompt) >= engine.n_ctx:
+            raise engine.too_long(len(prompt))
+
+
 @asynccontextmanager
 async def started(state: State, ask: Ask) -> AsyncIterator[Run]:
     """A request's turn: it waits for it, runs, and everything is given back at the end."""
+    _check_lengths(ask)
     async with AsyncExitStack() as stack:
         choices = len(ask.prompts) * ask.n
         state.records.asked(ask)
