@@ -209,7 +209,7 @@ class Loop:
             if isinstance(work, Job):
                 work.cancel()
                 work.undo()
-            elif not work.done:
+            elif work.error or not work.done:  # before anybody else can work on its sequence
                 work.ended = True
                 work.undo()
             for tell in work.told:

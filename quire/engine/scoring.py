@@ -25,9 +25,10 @@ from quire.memory.batch import SeqTokens
 from quire.memory.groups.layout import Int32
 from quire.types import TokenLogprob
 
-_MOST_BYTES = 64 << 20
-"""Of the logits of a step."""
-_LEAST = 16
+_LEAST, _MOST = 16, 128
+"""Tokens of a step, all of which have logits."""
+_MOST_BYTES = 16 << 20
+"""Of those logits."""
 
 
 class Scoring:
@@ -77,7 +78,7 @@ class Scoring:
     def _room(self, running: int) -> int:
         """How many tokens a step may have, as if they were any prompt's."""
         engine = self._engine
-        most = max(min(engine.scheduler.max_tokens, _MOST_BYTES // (4 * engine.n_vocab)), _LEAST)
+        most = max(min(_MOST, _MOST_BYTES // (4 * engine.n_vocab)), _LEAST)
         pace = engine.scheduler.pace
         count = most if pace is None else pace.prompt_tokens(running, most)
         return min(max(count, _LEAST), self.sequence.pending)

@@ -8,6 +8,7 @@ import random
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -115,6 +116,33 @@ def test_a_client_that_leaves_while_it_appends_has_appended_nothing(slow: Rig) -
         until(lambda: not slow.state.sessions.by_id["left"].busy)
         assert slow.http.get("/v1/sessions/left").json()["position"] == before["position"]
     slow.http.delete("/v1/sessions/left")
+    assert slow.pages() == 0
+
+
+def test_a_client_that_leaves_just_after_its_tokens_were_computed_has_appended_nothing(
+    slow: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow.post("/v1/sessions", id="late", prompt="Once upon a time")
+    served, real = slow.state.sessions.by_id["late"], slow.state.models.default.call
+    before, calls = served.session.tokens, iter(range(9))
+
+    async def call(*doing: Any) -> Any:
+        if next(calls) == 1:  # nothing is pending any more, and it is about to be kept
+            assert served.session.sequence.length == len(before) + 9
+            assert not served.session.sequence.active
+            raise asyncio.CancelledError
+        return await real(*doing)
+
+    monkeypatch.setattr(served.model, "call", call)
+    home: asyncio.AbstractEventLoop = slow.state.news._home
+    appended = asyncio.run_coroutine_threadsafe(served.append([300] * 9), home)
+    with pytest.raises(CancelledError):
+        appended.result(10)
+    monkeypatch.undo()
+    assert served.session.tokens == before
+    slow.post("/v1/sessions/late/append", prompt=[301, 302])
+    assert served.session.tokens == [*before, 301, 302]
+    slow.http.delete("/v1/sessions/late")
     assert slow.pages() == 0
 
 
