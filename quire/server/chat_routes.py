@@ -20,7 +20,7 @@ from quire.server.logprobs import chat_form
 from quire.server.run import Ask
 from quire.server.state import State
 from quire.server.turn import Turn
-from quire.server.wire import DONE, as_json, event, read_as, refused
+from quire.server.wire import DONE, FINGERPRINT, as_json, event, read_as, refused
 from quire.text.answers import Answer
 
 
@@ -102,7 +102,10 @@ class _Answer:
         self._created = int(time.time())
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+        return {
+            "id": self._id, "object": kind, "created": self._created, "model": self._model,
+            "system_fingerprint": FINGERPRINT,
+        }  # fmt: skip
 
     async def whole(self) -> dict[str, Any]:
         """One object."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from starlette.requests import Request
@@ -18,10 +18,10 @@ from quire.server.logprobs import chat_form, legacy, of_prompt
 from quire.server.run import Ask, Delta
 from quire.server.state import State
 from quire.server.turn import Turn
-from quire.server.wire import DONE, as_json, event, read_as, refused
+from quire.server.wire import DONE, FINGERPRINT, as_json, event, read_as, refused
 from quire.types import TokenLogprob
 
-_MOST_PROMPTS = 1024
+MOST_PROMPTS = 1024
 
 
 class CompletionBody(Common, kw_only=True):
@@ -56,6 +56,10 @@ class CompletionBody(Common, kw_only=True):
         return self.tops or 0
 
 
+ReadPrompts = Callable[[LLM, CompletionBody, int], list[list[int]]]
+"""Token ids of a body's prompts, where so many tokens lie before them."""
+
+
 async def completions(request: Request) -> Response:
     """Continues one prompt or several."""
     body = await read_as(request, CompletionBody)
@@ -67,7 +71,9 @@ async def completions(request: Request) -> Response:
     return as_json(await turns.finish(request, beginning, lambda turn: _Answer(turn, body).whole()))
 
 
-async def begin_completion(request: Request, body: CompletionBody) -> Turn:
+async def begin_completion(
+    request: Request, body: CompletionBody, read: ReadPrompts | None = None
+) -> Turn:
     """Puts prompts on the engine, whatever dialect they came in."""
     state: State = request.app.state.quire
     _check(body)
@@ -81,7 +87,7 @@ async def begin_completion(request: Request, body: CompletionBody) -> Turn:
         if body.session_id is not None:
             session = await state.sessions.get(body.session_id, model)
         behind = session.session.position if session else 0
-        prompts = await in_thread(_tokens, llm, body, behind)
+        prompts = await in_thread(read or _tokens, llm, body, behind)
         return Ask(
             model, prompts, sampling, n, stops, constraint, body.cache_salt or "",
             request.scope["quire.key"], body.rank, session, scores=body.scores,
@@ -114,8 +120,8 @@ def _tokens(llm: LLM, body: CompletionBody, behind: int) -> list[list[int]]:
         prompt = [prompt]
     elif len({type(one) for one in prompt}) > 1:
         raise ApiError(400, "prompts are texts, or lists of token ids, not both", param="prompt")
-    if len(prompt) > _MOST_PROMPTS:
-        raise ApiError(400, f"at most {_MOST_PROMPTS} prompts at a time", param="prompt")
+    if len(prompt) > MOST_PROMPTS:
+        raise ApiError(400, f"at most {MOST_PROMPTS} prompts at a time", param="prompt")
     if body.session_id is not None and len(prompt) != 1:
         raise ApiError(400, "a session goes on with one prompt", param="prompt")
     made = []
@@ -135,6 +141,7 @@ class _Answer:
         self._head = {
             "id": f"cmpl-{secrets.token_hex(12)}", "object": "text_completion",
             "created": int(time.time()), "model": turn.run.ask.model.name,
+            "system_fingerprint": FINGERPRINT,
         }  # fmt: skip
         self._offsets: dict[int, int] = {}
 

@@ -19,6 +19,16 @@ def chat_form(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> dict[st
     return {"content": content, "refusal": None}
 
 
+def with_ids(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+    """As llama.cpp's `/completion` tells them: those of chats, with token ids."""
+    told = []
+    for one in logprobs:
+        top = [{"id": token, **_told(tokenizer, token, value)} for token, value in one.top]
+        mine = {"id": one.token_id, **_told(tokenizer, one.token_id, one.logprob)}
+        told.append({**mine, "top_logprobs": top})
+    return told
+
+
 def _told(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
     data = tokenizer.token_bytes(token)
     return {"token": _text(data), "logprob": _finite(logprob), "bytes": list(data)}

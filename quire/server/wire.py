@@ -12,10 +12,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+import quire
 from quire.server.errors import ApiError
 
 T = TypeVar("T")
 JSON = "application/json"
+FINGERPRINT = f"quire-{quire.__version__}"
+"""What answers are made by."""
 PING_S = 10.0
 """Seconds of silence after which a stream says that it is alive."""
 
