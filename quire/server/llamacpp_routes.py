@@ -12,7 +12,7 @@ from starlette.responses import Response
 import quire
 from quire.api.llm import LLM
 from quire.server import turn as turns
-from quire.server.asking import check_ids
+from quire.server.asking import check_ids, in_thread
 from quire.server.completions_routes import MOST_PROMPTS, CompletionBody, begin_completion
 from quire.server.dialect import stopped_by
 from quire.server.errors import ApiError
@@ -53,7 +53,7 @@ class LlamaBody(msgspec.Struct, kw_only=True):
     session_id: str | None = None
     cache_salt: str | None = None
 
-    def as_completion(self) -> CompletionBody:
+    def as_completion(self, bias: dict[str, float] | None) -> CompletionBody:
         """The same in OpenAI's words."""
         most = self.n_predict if self.n_predict is not None else self.max_tokens
         return CompletionBody(
@@ -64,27 +64,40 @@ class LlamaBody(msgspec.Struct, kw_only=True):
             min_p=self.min_p, seed=self.seed, stop=self.stop,
             repetition_penalty=self.repeat_penalty, presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty, ignore_eos=self.ignore_eos,
-            logit_bias=_bias(self.logit_bias), logprobs=self.n_probs or None,
+            logit_bias=bias, logprobs=self.n_probs or None,
             json_schema=self.json_schema, grammar=self.grammar,
             stream=self.stream, session_id=self.session_id, cache_salt=self.cache_salt,
         )  # fmt: skip
 
 
-def _bias(given: Any) -> dict[str, float] | None:
-    """llama.cpp's form is a list of pairs, of which False forbids a token."""
-    if given is None or isinstance(given, dict):
-        return given
+def _bias(llm: LLM, given: Any) -> dict[str, float]:
+    """llama.cpp's form: pairs of a token id, or a text for all of its tokens, and a number.
+
+    False forbids them.
+    """
+    made: dict[str, float] = {}
     try:
-        return {str(int(t)): -1000.0 if b is False else float(b) for t, b in given}
+        for what, bias in given.items() if isinstance(given, dict) else given:
+            text = isinstance(what, str) and not what.isdecimal()
+            for token in llm.encode(what, add_special=False) if text else [int(what)]:
+                made[str(token)] = -1000.0 if bias is False else float(bias)
     except (TypeError, ValueError):
-        raise ApiError(400, "logit_bias is a list of [id, number]", param="logit_bias") from None
+        raise ApiError(
+            400, "logit_bias is a list of [id or text, number]", param="logit_bias"
+        ) from None
+    return made
 
 
 async def completion(request: Request) -> Response:
     """Continues one prompt or several."""
     body = await read_as(request, LlamaBody)
+    bias = None
+    if body.logit_bias:
+        models = request.app.state.quire.models
+        async with models.using(models.find(body.model, strict=False)) as llm:
+            bias = await in_thread(_bias, llm, body.logit_bias)
     beginning = begin_completion(
-        request, body.as_completion(), lambda llm, _, behind: _prompts(llm, body.prompt, behind)
+        request, body.as_completion(bias), lambda llm, _, behind: _prompts(llm, body.prompt, behind)
     )
     if body.stream:
         return await turns.stream(request, beginning, lambda turn: _events(turn, body), _refused)

@@ -134,6 +134,15 @@ def test_llamacpps_prompts(rig: Rig) -> None:
     assert made["tokens_evaluated"] == 2 * len(ids) + len(rig.llm.encode(" a time", False))
 
 
+def test_llamacpps_bias_names_tokens_or_texts(rig: Rig) -> None:
+    body = {"prompt": "Once upon", "n_predict": 1, "temperature": 0, "return_tokens": True}
+    (first,) = rig.post("/completion", **body)["tokens"]
+    text = rig.llm.decode([first])
+    forms = [[[first, False]], [[text, -100]], {text: -100}, {str(first): -100}]
+    made = [rig.post("/completion", **body, logit_bias=form)["tokens"] for form in forms]
+    assert made[0] != [first] and made == [made[0]] * 4
+
+
 def test_llamacpps_probabilities_and_fields(rig: Rig) -> None:
     body = {"prompt": "Once upon", "n_predict": 3, "temperature": 0, "ignore_eos": True}
     wanted = rig.llm.generate("Once upon", max_tokens=3, temperature=0, logprobs=2, ignore_eos=True)
