@@ -22,7 +22,7 @@ from quire.server.state import State, log
 from quire.server.wire import Disconnected, EventStream, gone, while_connected
 
 T = TypeVar("T")
-_SOON_S = 0.2
+_SOON_S = 0.5
 """What takes longer has begun to answer before it is known how that ends."""
 MakeAsk = Callable[[LLM], Awaitable[Ask]]
 """Makes an ask out of what a client sent, once the model is there."""
