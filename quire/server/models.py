@@ -35,8 +35,8 @@ class ServedModel:
         """Requests and sessions that need it loaded."""
         self.last_used = time.monotonic()
         self.loading: asyncio.Task[None] | None = None
-        self.scoring = asyncio.Lock()
-        """Held by whoever has a prompt scored."""
+        self.aside = asyncio.Lock()
+        """Held by whoever computes between the steps of others: see aside.py."""
         self._llm: LLM | None = None
         self._driver: Driver | None = None
 

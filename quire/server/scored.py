@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from quire.engine.constrain import Matcher
 from quire.engine.generation import Transcript
 from quire.engine.loop import Job
 from quire.engine.request import Request
 from quire.engine.scoring import Scoring
+from quire.server.aside import closed, computed
 from quire.server.models import ServedModel
-
-_PAUSE_S = 0.02
-"""Before room is looked for again."""
 
 
 class Scored:
@@ -27,19 +25,9 @@ class Scored:
 
     @classmethod
     async def of(cls, model: ServedModel, tokens: list[int], top: int, salt: str) -> Scored:
-        """Scores a prompt; one at a time, since they give way to each other."""
+        """Scores a prompt."""
         engine = model.llm.engine
-        async with model.scoring:
-            scoring = await model.call(lambda: Scoring(engine, tokens, top, salt), Scoring.close)
-            scored = cls(model, scoring)
-            try:
-                while not scoring.done:
-                    if not await model.call(scoring.step):
-                        await asyncio.sleep(_PAUSE_S)
-            except BaseException:
-                await scored.close()
-                raise
-        return scored
+        return cls(model, await computed(model, partial(Scoring, engine, tokens, top, salt)))
 
     def beginning(
         self, request: Request, transcript: Transcript, matcher: Matcher | None, answers: bool
@@ -51,6 +39,5 @@ class Scored:
         return lambda: self._scoring.end(loop, asked, transcript)
 
     async def close(self) -> None:
-        """Gives back what nobody goes on from, even if it is not waited for."""
-        self._model.llm.loop.later(self._scoring.close)
-        await self._model.call(lambda: None)
+        """Gives back what nobody goes on from."""
+        await closed(self._model, self._scoring)

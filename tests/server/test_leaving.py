@@ -170,6 +170,8 @@ async def abort(http: httpx.AsyncClient, random: random.Random) -> None:
         more = {"prompt": "a", "structured_outputs": {"regex": "[a-z]{40}"}}  # type: ignore[dict-item]
     elif kind < 0.55:
         body |= {"echo": True, "logprobs": 1, "max_tokens": random.choice([0, 8]), "n": 1}
+    elif kind < 0.6:
+        path, body, more = "/v1/embeddings", {}, {"input": [tokens] * 3}  # type: ignore[dict-item]
     with suppress(TimeoutError, httpx.HTTPError):
         await asyncio.wait_for(read(http, path, {**body, **more}), random.expovariate(8))
 

@@ -133,3 +133,25 @@ def test_scoring_gives_way_and_fails_nobody(tmp_path: Path) -> None:
             thread.join()
         assert found == [alone] * 2 and beside == [scores] * 2
         assert rig.pages() == 0
+
+
+def test_vectors_give_way_and_fail_nobody(tmp_path: Path) -> None:
+    """Long texts beside long answers, in a memory that has no room for two of them."""
+    texts = [[300 + (i * k) % 90 for i in range(1300)] for k in (1, 2)]
+    load = {"kv_cache_tokens": 1500, "n_ctx": 1450}
+    with serving(tmp_path, load=load) as rig:
+        alone = rig.complete([301] * 40, 500)["choices"]
+        vectors = rig.post("/v1/embeddings", input=texts)["data"]
+        rig.llm.forget()
+        found: list[Any] = []
+        ask = [
+            lambda: found.append(rig.complete([301] * 40, 500)["choices"] == alone),
+            lambda: found.append(rig.post("/v1/embeddings", input=texts)["data"] == vectors),
+        ]
+        threads = [threading.Thread(target=one) for one in ask * 2]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == [True] * 4
+        assert rig.pages() == 0
