@@ -227,10 +227,12 @@ class Run:
         cached = sum(job.sequence.cached for job in self.firsts)
         prompt_n = sum(job.prompt_tokens for job in self.firsts) - cached
         made = sum(len(job.token_ids) for job in jobs)
+        begun = sum(bool(job.token_ids) for job in jobs)  # a first token comes with the prompt
         prompt_ms, made_ms = (first - started) * 1e3, (last - first) * 1e3
         return {
             "cache_n": cached,
-            **_speed("prompt", prompt_n, prompt_ms), **_speed("predicted", made, made_ms),
+            **_speed("prompt", prompt_n, prompt_n, prompt_ms),
+            **_speed("predicted", made, made - begun, made_ms),
         }  # fmt: skip
 
 
@@ -252,12 +254,13 @@ def _end_all(jobs: list[Job]) -> None:
         end_soon(job)
 
 
-def _speed(name: str, n: int, ms: float) -> dict[str, float]:
+def _speed(name: str, n: int, taken: int, ms: float) -> dict[str, float]:
+    """How many tokens there were, and what those took that took the time."""
     return {
         f"{name}_n": n,
         f"{name}_ms": ms,
-        f"{name}_per_token_ms": ms / n if n else 0.0,
-        f"{name}_per_second": n / ms * 1e3 if ms else 0.0,
+        f"{name}_per_token_ms": ms / taken if taken else 0.0,
+        f"{name}_per_second": taken / ms * 1e3 if ms else 0.0,
     }
 
 

@@ -23,7 +23,9 @@ def test_completion_is_what_the_model_says(rig: Rig) -> None:
     assert usage["total_tokens"] == wanted.prompt_tokens + 12
     assert {"pages", "pages_shared", "bytes", "peak_bytes"} == set(answer["memory"])
     assert answer["memory"]["peak_bytes"] >= answer["memory"]["bytes"] > 0
-    assert answer["timings"]["predicted_n"] == 12
+    timings = answer["timings"]
+    assert timings["predicted_n"] == 12  # of which the first came with the prompt
+    assert timings["predicted_per_second"] == pytest.approx(11e3 / timings["predicted_ms"])
 
 
 def test_what_was_computed_before_is_cached(rig: Rig) -> None:
