@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
@@ -18,6 +19,7 @@ import httpx
 import pytest
 
 from quire.config import process_memory
+from quire.server import follow
 from quire.server.wire import Disconnected, while_connected
 from tests.server.rig import Rig, serving
 
@@ -221,6 +223,38 @@ def test_random_aborts(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_ten_thousand_random_aborts(tmp_path: Path) -> None:
     check_aborts(tmp_path, 10_000)
+
+
+def test_what_nobody_waits_for_is_undone_between_steps(
+    slow: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is cancelled is in the event loop, where nobody may touch the engine."""
+
+    class Deaf(follow.Guest):
+        def wake(self) -> None:
+            """Nobody hears that it is done."""
+
+    monkeypatch.setattr(follow, "Guest", Deaf)
+    loop, made = slow.llm.loop, threading.Event()
+    undone: list[bool] = []
+
+    async def leave() -> None:
+        def make() -> str:
+            made.set()
+            return "pages"
+
+        def undo(what: str) -> None:
+            undone.append(loop.seat._driver == threading.get_ident())
+
+        task = asyncio.create_task(follow.on_engine(loop, make, undo))
+        while not made.is_set():
+            await asyncio.sleep(0.001)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run_coroutine_threadsafe(leave(), slow.state.news._home).result(10)
+    loop.call(lambda: None)
+    assert undone == [True]
 
 
 def test_what_comes_of_cancelled_work_is_given_back() -> None:
