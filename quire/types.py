@@ -44,9 +44,9 @@ class Regex:
 
 @dataclass(frozen=True)
 class Grammar:
-    """Constrains output to a grammar in Lark's notation, as llguidance reads it."""
+    """Constrains output to a grammar: in llama.cpp's notation (GBNF), or in Lark's."""
 
-    lark: str
+    text: str
 
 
 Constraint = Json | Regex | Grammar

@@ -21,7 +21,8 @@ from quire.models.active import ActiveSize
 from quire.speculate import speculator
 from quire.speculate.draft_model import Loaded
 from quire.text.detokenize import Detokenizer
-from quire.types import Completion, Constraint, Sampling, SamplingFields, Timings
+from quire.text.gbnf import as_lark
+from quire.types import Completion, Constraint, Grammar, Sampling, SamplingFields, Timings
 
 if TYPE_CHECKING:
     from quire.api.session import Session
@@ -100,6 +101,8 @@ class Requests(Texts):
     def matcher(self, request: Request) -> Matcher | None:
         """A request's constraint, compiled."""
         constraint = request.constraint
+        if isinstance(constraint, Grammar):
+            constraint = Grammar(as_lark(constraint.text))
         return None if constraint is None else self.engine.constrainer.compile(constraint)
 
     def end(self, job: Job) -> None:

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.api.appending import Appending
 from quire.api.arguments import check_pin, check_span, constraint_of, path_of, sampling_of
 from quire.api.ending import Ending
 from quire.api.marks import Marked
 from quire.api.stream import AsyncStream, Stream, end_soon, off_the_loop
-from quire.engine.history import WayBack
 from quire.engine.loop import Job, Work
 from quire.engine.request import Request
 from quire.engine.sequence import Mark, Sequence
@@ -79,16 +79,18 @@ class Session(Marked):
     def append(self, prompt: str | Seq[int]) -> Session:
         """Adds text or token ids and computes them now."""
         tokens = self._llm.tokens_of(prompt, self._live().length)
-        work, way_back = self._loop.call(lambda: self.start_append(tokens))
+        appending = self._loop.call(lambda: self.start_append(tokens))
+        computed = False
         try:
-            self._loop.finish(work)
-        except BaseException:
-            self._loop.call(work.undo)
-            raise
-        self._loop.call(way_back.drop)
+            self._loop.wait(appending.work)
+            computed = True
+        finally:
+            self._loop.call(lambda: appending.settle(keep=computed))
+        if appending.work.error:
+            raise appending.work.error
         return self
 
-    def start_append(self, tokens: Seq[int]) -> tuple[Work, WayBack]:
+    def start_append(self, tokens: Seq[int]) -> Appending:
         """Lets the next steps compute more tokens; on the loop."""
         sequence, engine = self._resting(), self._engine
         way_back = engine.history.way_back(sequence)
@@ -104,7 +106,7 @@ class Session(Marked):
 
         try:
             engine.append(sequence, tokens)
-            return self._loop.compute(sequence, undo), way_back
+            return Appending(self._loop.compute(sequence, undo), way_back)
         except BaseException:
             undo()
             raise

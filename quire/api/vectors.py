@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -11,8 +12,16 @@ from numpy.typing import NDArray
 from quire.api.requests import Requests
 from quire.api.texts import Prompt, is_batch
 from quire.engine.embedding import Embedding
+from quire.engine.waiting import NAP
 from quire.errors import RequestError
 from quire.types import POOLINGS, Pooling
+
+
+def unit(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The same vectors with the length 1."""
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    made: NDArray[np.float32] = vectors / np.maximum(lengths, np.finfo(np.float32).tiny)
+    return made
 
 
 class Vectors(Requests):
@@ -29,6 +38,20 @@ class Vectors(Requests):
         `pooling` is "last", "mean" or "cls" (the first token), by default as the model's files
         say. With `normalize` all have the length 1, so that a product of two is their cosine.
         """
+        work = self.embedding(texts, pooling)
+        seat = self.loop.seat
+        seat.check_process()
+        with self.loop.aside:
+            try:
+                while not work.done:
+                    if not self.loop.call(work.step) and not seat.turn(self.loop):
+                        time.sleep(NAP)  # somebody else drives those who have to end first
+            finally:
+                self.loop.call(work.close)
+        return unit(work.vectors) if normalize else work.vectors
+
+    def embedding(self, texts: Prompt | Seq[Prompt], pooling: Pooling | None = None) -> Embedding:
+        """Texts on their way to vectors; what cannot be one is refused now."""
         chosen = self.pooling if pooling is None else pooling
         if chosen not in POOLINGS:
             raise RequestError(f"pooling is one of {', '.join(POOLINGS)}, not {pooling!r:.80}")
@@ -38,17 +61,7 @@ class Vectors(Requests):
             if not len(ids):
                 raise RequestError(f"text {number} has no tokens, and so no vector")
             self.engine.check_tokens(0, ids.tolist())
-        work = Embedding(self.engine, tokens, chosen)
-        try:
-            while not work.done:
-                self.loop.call(work.step)
-        finally:
-            self.loop.call(work.close)
-        vectors = work.vectors
-        if normalize:
-            lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-            vectors /= np.maximum(lengths, np.finfo(np.float32).tiny)
-        return vectors
+        return Embedding(self.engine, tokens, chosen)
 
     async def aembed(
         self, texts: Prompt | Seq[Prompt], pooling: Pooling | None = None, *, normalize: bool = True

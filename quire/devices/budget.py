@@ -8,6 +8,9 @@ from weakref import WeakSet
 
 from quire.errors import BudgetError, RequestError
 
+Lend = Callable[[int], bool]
+"""Frees one thing of those up to a rank (`engine.room.Rank`); False when there is none."""
+
 
 class Budget:
     """Who holds how many of a device's bytes. Nothing is allocated here, only accounted for."""
@@ -23,6 +26,8 @@ class Budget:
         self._by_use: dict[str, int] = {}
         self._shares: WeakSet[Share] = WeakSet()
         self._savers: list[Callable[[], None]] = []
+        self.lenders: list[Lend] = []
+        """Those who share it, each of whom can free something for the others."""
         self._lock = Lock()
 
     @property
@@ -83,6 +88,10 @@ class Budget:
         """Has everybody give back what is only kept for later."""
         for give_back in self._savers:
             give_back()
+
+    def borrow(self, me: Lend, rank: int) -> bool:
+        """Has somebody else free something that ranks so low; False when nobody can."""
+        return any(lend(rank) for lend in self.lenders if lend != me)
 
     def _refusal(self, n_bytes: int, what: str) -> str:
         held = ", ".join(f"{use} {size:,}" for use, size in sorted(self._by_use.items()))

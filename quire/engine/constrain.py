@@ -89,8 +89,8 @@ def _grammar(constraint: Constraint, compiler: Any) -> str:
             return str(compiler.grammar_from_json_schema(text, defaults=_COMPACT))
         case Regex(pattern):
             return str(compiler.grammar_from_regex(pattern))
-        case Grammar(lark):
-            return str(compiler.grammar_from_lark(lark))
+        case Grammar(text):
+            return str(compiler.grammar_from_lark(text))
 
 
 class Matcher:

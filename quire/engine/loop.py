@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from threading import Lock
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
@@ -131,6 +132,8 @@ class Loop:
     def __init__(self, engine: Engine, seat: Seat | None = None) -> None:
         self.engine = engine
         self.seat = seat or Seat()
+        self.aside = Lock()
+        """Held by whoever computes between the steps of others, outside of the scheduler."""
         self._work: WeakValueDictionary[int, Work] = WeakValueDictionary()
         self._closing = False
 
@@ -209,7 +212,7 @@ class Loop:
             if isinstance(work, Job):
                 work.cancel()
                 work.undo()
-            elif not work.done:
+            elif work.error or not work.done:  # before anybody else can work on its sequence
                 work.ended = True
                 work.undo()
             for tell in work.told:

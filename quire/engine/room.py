@@ -4,6 +4,7 @@
     DRAFTS    what drafts could do without
     ARRAYS    arrays that nobody uses
     RESTING   sequences with nothing to compute
+              each of these of other models on the same budget too
     MARKS     marks and pinned prefixes: they only move to a tier
     RUNNING   others that run, the one that came last first
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from enum import IntEnum
 
+from quire.devices.budget import Lend
 from quire.engine.prefix_cache import PrefixCache
 from quire.engine.sequence import PARKED, Sequence
 from quire.errors import OutOfMemory
@@ -56,6 +58,8 @@ class Room:
         self._active = active  # in order of arrival
         self._seconds_per_token = seconds_per_token
         self._spared: Collection[str] = ()
+        self.lend: Lend = self.free_for_others
+        """How others on the same budget ask for something of this."""
         self._things = (prefix.evict_one, drafts, arrays)
         self.counts = dict.fromkeys(
             ("parked", "recomputed", "brought back", "marks and prefixes parked"), 0
@@ -77,13 +81,22 @@ class Room:
         return True
 
     def _free_one(self, for_: Sequence | None, up_to: Rank) -> bool:
+        borrow = self._prefix.budget.whole.borrow
         if any(reclaim() for reclaim in self._things[: up_to + 1]):
             return True
-        if up_to >= Rank.RESTING and self._from_resting(for_):
+        if up_to >= Rank.ARRAYS and borrow(self.lend, Rank.ARRAYS):
+            return True
+        if up_to >= Rank.RESTING and (self._from_resting(for_) or borrow(self.lend, Rank.RESTING)):
             return True
         if up_to >= Rank.MARKS and self._from_marks(for_):
             return True
         return up_to >= Rank.RUNNING and self._from_running(for_)
+
+    def free_for_others(self, up_to: int) -> bool:
+        """Frees one thing for another model on the same budget; nothing that runs."""
+        if any(reclaim() for reclaim in self._things[: up_to + 1]):
+            return True
+        return up_to >= Rank.RESTING and self._from_resting(None)
 
     def _from_resting(self, needy: Sequence | None) -> bool:
         """Takes the pages of a sequence that has nothing to compute.

@@ -155,6 +155,10 @@ def _refuse(error: ApiError) -> Response:
     return as_json(told_error(error), error.status, error.headers)
 
 
+def _refused_event(error: ApiError) -> bytes:
+    return event(told_error(error), "error")
+
+
 @says_errors(_refuse)
 async def messages(request: Request) -> Response:
     """The next turn of a conversation."""
@@ -162,11 +166,16 @@ async def messages(request: Request) -> Response:
     if body.max_tokens is None:
         raise ApiError(400, "max_tokens: Field required", param="max_tokens")
     chat = body.as_chat()
-    turn = await begin_chat(request, chat)
-    answer = _Answer(turn, chat.parallel_tool_calls is False, body.stop_sequences)
+
+    def answer(turn: Turn) -> _Answer:
+        return _Answer(turn, chat.parallel_tool_calls is False, body.stop_sequences)
+
+    beginning = begin_chat(request, chat)
     if chat.streams:
-        return turns.stream(turn, answer.events())
-    return as_json(await turns.finish(request, turn, answer.whole()))
+        return await turns.stream(
+            request, beginning, lambda turn: answer(turn).events(), _refused_event
+        )
+    return as_json(await turns.finish(request, beginning, lambda turn: answer(turn).whole()))
 
 
 @says_errors(_refuse)
@@ -227,7 +236,7 @@ class _Answer:
             yield _event("message_delta", delta=self._end(finish), usage=self._usage())
             yield _event("message_stop")
         except Exception as error:
-            yield event(told_error(self._state.told(error)), "error")
+            yield _refused_event(self._state.told(error))
 
     def _end(self, finish: str) -> dict[str, Any]:
         stop = stopped_by(self._run, self._stops)

@@ -45,6 +45,7 @@ class Common(msgspec.Struct, kw_only=True):
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     json_schema: dict[str, Any] | None = None
+    grammar: str | None = None
     cache_salt: str | None = None
     priority: int | None = None
     session_id: str | None = None
@@ -114,14 +115,17 @@ class Common(msgspec.Struct, kw_only=True):
         form, structured = self.response_format, self.structured_outputs
         if form and form.get("type") in (None, "text"):
             form = None
-        if sum(1 for one in (form, structured, self.json_schema) if one) > 1:
+        if sum(bool(one) for one in (form, structured, self.json_schema, self.grammar)) > 1:
             raise ApiError(
-                400, "response_format, structured_outputs and json_schema exclude each other"
-            )
+                400, "response_format, structured_outputs, json_schema and grammar exclude each "
+                "other",
+            )  # fmt: skip
         if form:
             return _response_format(form)
         if self.json_schema is not None:
             return Json(self.json_schema)
+        if self.grammar:
+            return Grammar(self.grammar)
         return _structured(structured) if structured else None
 
 

@@ -20,7 +20,7 @@ from quire.server.logprobs import chat_form
 from quire.server.run import Ask
 from quire.server.state import State
 from quire.server.turn import Turn
-from quire.server.wire import DONE, as_json, event, read_as
+from quire.server.wire import DONE, FINGERPRINT, as_json, event, read_as, refused
 from quire.text.answers import Answer
 
 
@@ -56,11 +56,12 @@ class ChatBody(Common, kw_only=True):
 async def chat(request: Request) -> Response:
     """The next turn of a conversation."""
     body = await read_as(request, ChatBody)
-    turn = await begin_chat(request, body)
-    answer = _Answer(turn, turn.run.ask.model.name, body)
+    beginning = begin_chat(request, body)
     if body.streams:
-        return turns.stream(turn, answer.chunks())
-    return as_json(await turns.finish(request, turn, answer.whole()))
+        return await turns.stream(
+            request, beginning, lambda turn: _Answer(turn, body).chunks(), refused
+        )
+    return as_json(await turns.finish(request, beginning, lambda turn: _Answer(turn, body).whole()))
 
 
 async def begin_chat(request: Request, body: ChatBody) -> Turn:
@@ -84,24 +85,27 @@ async def begin_chat(request: Request, body: ChatBody) -> Turn:
             whole=True,
         )  # fmt: skip
 
-    return await turns.begin(request, state, model, ask)
+    return await Turn(state).begin(model, ask)
 
 
 class _Answer:
     """Writes what comes in OpenAI's form for chats."""
 
-    def __init__(self, turn: Turn, model: str, body: ChatBody) -> None:
+    def __init__(self, turn: Turn, body: ChatBody) -> None:
         self._state = turn.state
         self._run = turn.run
         self._llm = turn.run.ask.model.llm
         self._body = body
         self._one_call = body.parallel_tool_calls is False
         self._id = f"chatcmpl-{secrets.token_hex(12)}"
-        self._model = model
+        self._model = turn.run.ask.model.name
         self._created = int(time.time())
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+        return {
+            "id": self._id, "object": kind, "created": self._created, "model": self._model,
+            "system_fingerprint": FINGERPRINT,
+        }  # fmt: skip
 
     async def whole(self) -> dict[str, Any]:
         """One object."""

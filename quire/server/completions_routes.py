@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from starlette.requests import Request
@@ -14,13 +14,14 @@ from quire.api.llm import LLM
 from quire.server import turn as turns
 from quire.server.asking import Common, check_ids, in_thread
 from quire.server.errors import ApiError
-from quire.server.logprobs import legacy
+from quire.server.logprobs import chat_form, legacy, of_prompt
 from quire.server.run import Ask, Delta
 from quire.server.state import State
 from quire.server.turn import Turn
-from quire.server.wire import DONE, as_json, event, read_as
+from quire.server.wire import DONE, FINGERPRINT, as_json, event, read_as, refused
+from quire.types import TokenLogprob
 
-_MOST_PROMPTS = 1024
+MOST_PROMPTS = 1024
 
 
 class CompletionBody(Common, kw_only=True):
@@ -28,28 +29,57 @@ class CompletionBody(Common, kw_only=True):
 
     prompt: str | list[int | str | list[int]] | None = None
     """One text, token ids, or several of either."""
-    logprobs: int | None = None
+    logprobs: int | bool | None = None
+    """How many likeliest tokens are told, in OpenAI's older form; true: as chats are told."""
+    top_logprobs: int | None = None
     echo: bool | None = None
     suffix: str | None = None
     best_of: int | None = None
+
+    @property
+    def tops(self) -> int | None:
+        """How many likeliest tokens are told, if log-probabilities are."""
+        if isinstance(self.logprobs, bool):
+            return (self.top_logprobs or 0) if self.logprobs else None
+        return self.logprobs
+
+    @property
+    def only_scores(self) -> bool:
+        """Whether nothing is to be generated: the prompt alone is told of."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    @property
+    def scores(self) -> int | None:
+        """How many likeliest tokens are told beside a prompt's own, if those are scored."""
+        if not self.echo or (self.tops is None and not self.only_scores):
+            return None
+        return self.tops or 0
+
+
+ReadPrompts = Callable[[LLM, CompletionBody, int], list[list[int]]]
+"""Token ids of a body's prompts, where so many tokens lie before them."""
 
 
 async def completions(request: Request) -> Response:
     """Continues one prompt or several."""
     body = await read_as(request, CompletionBody)
-    turn = await begin_completion(request, body)
-    answer = _Answer(turn, turn.run.ask.model.name, body)
+    beginning = begin_completion(request, body)
     if body.streams:
-        return turns.stream(turn, answer.chunks())
-    return as_json(await turns.finish(request, turn, answer.whole()))
+        return await turns.stream(
+            request, beginning, lambda turn: _Answer(turn, body).chunks(), refused
+        )
+    return as_json(await turns.finish(request, beginning, lambda turn: _Answer(turn, body).whole()))
 
 
-async def begin_completion(request: Request, body: CompletionBody) -> Turn:
+async def begin_completion(
+    request: Request, body: CompletionBody, read: ReadPrompts | None = None
+) -> Turn:
     """Puts prompts on the engine, whatever dialect they came in."""
     state: State = request.app.state.quire
     _check(body)
     model = state.models.find(body.model, strict=request.url.path.startswith("/v1/"))
-    sampling = body.sampling(16 if body.max_tokens is None else body.max_tokens, body.logprobs)
+    most = 1 if body.only_scores else 16 if body.max_tokens is None else body.max_tokens
+    sampling = body.sampling(most, body.tops)
     n, stops, constraint = body.choices, body.stops(), body.constraint()
 
     async def ask(llm: LLM) -> Ask:
@@ -57,21 +87,24 @@ async def begin_completion(request: Request, body: CompletionBody) -> Turn:
         if body.session_id is not None:
             session = await state.sessions.get(body.session_id, model)
         behind = session.session.position if session else 0
-        prompts = await in_thread(_tokens, llm, body, behind)
+        prompts = await in_thread(read or _tokens, llm, body, behind)
         return Ask(
             model, prompts, sampling, n, stops, constraint, body.cache_salt or "",
-            request.scope["quire.key"], body.rank, session,
+            request.scope["quire.key"], body.rank, session, scores=body.scores,
+            answers=not body.only_scores,
         )  # fmt: skip
 
-    return await turns.begin(request, state, model, ask)
+    return await Turn(state).begin(model, ask)
 
 
 def _check(body: CompletionBody) -> None:
     for name, plain in (("suffix", (None, "")), ("best_of", (None, 1, body.n))):
         if getattr(body, name) not in plain:
             raise ApiError(400, f"{name} is not supported; leave it out", param=name)
-    if body.echo and body.logprobs is not None:
-        raise ApiError(400, "logprobs are not told of a prompt: leave echo out", param="echo")
+    if body.scores is not None and body.session_id is not None:
+        raise ApiError(400, "a session's prompt is not scored: leave echo out", param="echo")
+    if body.only_scores and body.n not in (None, 1):
+        raise ApiError(400, "with max_tokens 0 there is nothing to choose from", param="n")
     if body.prompt is None and body.session_id is None:
         raise ApiError(
             400, "prompt is missing: a text, token ids, or a list of them", param="prompt"
@@ -87,8 +120,8 @@ def _tokens(llm: LLM, body: CompletionBody, behind: int) -> list[list[int]]:
         prompt = [prompt]
     elif len({type(one) for one in prompt}) > 1:
         raise ApiError(400, "prompts are texts, or lists of token ids, not both", param="prompt")
-    if len(prompt) > _MOST_PROMPTS:
-        raise ApiError(400, f"at most {_MOST_PROMPTS} prompts at a time", param="prompt")
+    if len(prompt) > MOST_PROMPTS:
+        raise ApiError(400, f"at most {MOST_PROMPTS} prompts at a time", param="prompt")
     if body.session_id is not None and len(prompt) != 1:
         raise ApiError(400, "a session goes on with one prompt", param="prompt")
     made = []
@@ -100,14 +133,15 @@ def _tokens(llm: LLM, body: CompletionBody, behind: int) -> list[list[int]]:
 class _Answer:
     """Writes what comes in OpenAI's older form."""
 
-    def __init__(self, turn: Turn, model: str, body: CompletionBody) -> None:
+    def __init__(self, turn: Turn, body: CompletionBody) -> None:
         self._state = turn.state
         self._run = turn.run
         self._llm = turn.run.ask.model.llm
         self._body = body
         self._head = {
             "id": f"cmpl-{secrets.token_hex(12)}", "object": "text_completion",
-            "created": int(time.time()), "model": model,
+            "created": int(time.time()), "model": turn.run.ask.model.name,
+            "system_fingerprint": FINGERPRINT,
         }  # fmt: skip
         self._offsets: dict[int, int] = {}
 
@@ -120,7 +154,7 @@ class _Answer:
         choices = []
         for index, deltas in enumerate(parts):
             text = self._echo(index) + "".join(d.text for d in deltas)
-            logprobs = [one for d in deltas for one in d.logprobs]
+            logprobs = self._scores(index) + [one for d in deltas for one in d.logprobs]
             choices.append(self._choice(index, text, logprobs, deltas[-1].finish_reason))
         return {**self._head, "choices": choices, **self._end()}
 
@@ -131,12 +165,13 @@ class _Answer:
         usage = {"usage": None} if self._body.wants_usage else {}
         try:
             async for delta in self._run.deltas():
-                text = delta.text
+                text, logprobs = delta.text, delta.logprobs
                 if delta.choice in fresh:
                     fresh.discard(delta.choice)
                     text = self._echo(delta.choice) + text
+                    logprobs = self._scores(delta.choice) + logprobs
                 going -= delta.finish_reason is not None
-                choice = self._choice(delta.choice, text, delta.logprobs, delta.finish_reason)
+                choice = self._choice(delta.choice, text, logprobs, delta.finish_reason)
                 end = self._end(usage=False) if not going and not usage else {}
                 yield event({**self._head, "choices": [choice], **usage, **end})
             if self._body.wants_usage:
@@ -150,11 +185,19 @@ class _Answer:
             return ""
         return self._llm.decode(self._run.ask.prompts[index // self._run.ask.n])
 
+    def _scores(self, index: int) -> list[TokenLogprob]:
+        if self._body.scores is None:
+            return []
+        prompt = index // self._run.ask.n
+        return of_prompt(self._run.ask.prompts[prompt], self._run.scores[prompt])
+
     def _choice(
-        self, index: int, text: str, logprobs: list[Any], finish: str | None
+        self, index: int, text: str, logprobs: list[TokenLogprob], finish: str | None
     ) -> dict[str, Any]:
         told = None
-        if self._body.logprobs is not None:
+        if self._body.logprobs is True:
+            told = chat_form(self._llm.tokenizer, logprobs)
+        elif self._body.tops is not None:
             at = self._offsets.get(index, 0)
             told, self._offsets[index] = legacy(self._llm.tokenizer, logprobs, at)
         return {"index": index, "text": text, "logprobs": told, "finish_reason": finish}

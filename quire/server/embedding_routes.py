@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import time
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -13,6 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.api.llm import LLM
+from quire.api.vectors import unit
+from quire.server.aside import computed
 from quire.server.asking import check_ids, in_thread
 from quire.server.dialect import says_errors
 from quire.server.errors import ApiError
@@ -87,16 +90,19 @@ async def _vectors(
     async with state.models.using(model) as llm:
         tokens: list[list[int]] = await in_thread(_tokens, llm, given)
         async with state.admission.enter(request.scope["quire.key"], 0, 1):
-            vectors = await while_connected(request, _embedded(llm, tokens))
+            vectors = await while_connected(request, _embedded(model, tokens))
         if width is not None:
             vectors = _shortened(vectors, width)
         return vectors, sum(map(len, tokens))
 
 
-async def _embedded(llm: LLM, tokens: list[list[int]]) -> NDArray[np.float32]:
-    """Some at a time, so that the rest is not computed for somebody who left."""
-    made = [await llm.aembed(tokens[at : at + _AT_ONCE]) for at in range(0, len(tokens), _AT_ONCE)]
-    return np.concatenate(made)
+async def _embedded(model: ServedModel, tokens: list[list[int]]) -> NDArray[np.float32]:
+    """Some at a time, so that others have their turn in between."""
+    made = []
+    for at in range(0, len(tokens), _AT_ONCE):
+        make = partial(model.llm.embedding, tokens[at : at + _AT_ONCE])
+        made.append((await computed(model, make)).vectors)
+    return unit(np.concatenate(made))
 
 
 def _tokens(llm: LLM, given: Texts) -> list[list[int]]:

@@ -96,7 +96,8 @@ class Driver(Waiter):
 async def on_engine(loop: Loop, fn: Callable[[], T], unwanted: Callable[[T], None]) -> T:
     """Does something with the engine between steps, without a thread that waits for it.
 
-    Whoever is cancelled meanwhile wants nothing any more: what came of it goes to `unwanted`.
+    Whoever is cancelled meanwhile wants nothing any more: what came of it goes to `unwanted`, which
+    is called between steps too.
     """
     call = _Call(fn, unwanted)
     guest = Guest(loop, lambda: call.done)
@@ -105,7 +106,8 @@ async def on_engine(loop: Loop, fn: Callable[[], T], unwanted: Callable[[T], Non
     try:
         await guest.future
     except BaseException:
-        call.drop()
+        call.dropped = True
+        loop.later(call.undo)  # behind the call itself, if that is still to come
         raise
     finally:
         loop.seat.remove_guest(guest)
@@ -121,14 +123,7 @@ class _Call(Call[T]):
     def done(self) -> bool:
         return self._finished.is_set()
 
-    def run(self) -> None:
-        """On the loop, so that nobody drops it halfway."""
-        super().run()
-        if self.dropped and self._error is None and self._result is not None:
+    def undo(self) -> None:
+        """Nobody wants what came of it, if anything did."""
+        if self._error is None and self._result is not None:
             self._unwanted(self._result)
-
-    def drop(self) -> None:
-        """Nobody waits; if it was done meanwhile, that is undone."""
-        if self.done and not self.dropped and self._error is None and self._result is not None:
-            self._unwanted(self._result)
-        self.dropped = True

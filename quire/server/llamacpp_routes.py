@@ -10,20 +10,25 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import quire
+from quire.api.llm import LLM
 from quire.server import turn as turns
-from quire.server.completions_routes import CompletionBody, begin_completion
+from quire.server.asking import check_ids, in_thread
+from quire.server.completions_routes import MOST_PROMPTS, CompletionBody, begin_completion
 from quire.server.dialect import stopped_by
 from quire.server.errors import ApiError
+from quire.server.logprobs import with_ids
 from quire.server.run import Delta, Run
 from quire.server.state import State
 from quire.server.turn import Turn
 from quire.server.wire import as_json, event, read_as
+from quire.types import TokenLogprob
 
 
 class LlamaBody(msgspec.Struct, kw_only=True):
     """What a client sends, with llama.cpp's defaults; what it sends besides is not looked at."""
 
-    prompt: str | list[int | str | list[int]]
+    prompt: str | dict[str, Any] | list[Any]
+    """A text, token ids, both in turn, or a list of such prompts."""
     model: str | None = None
     n_predict: int | None = None
     max_tokens: int | None = None
@@ -39,6 +44,8 @@ class LlamaBody(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     logit_bias: Any = None
     n_probs: int | None = None
+    response_fields: list[str] | None = None
+    """What of the answer is told, as `content` or `timings/predicted_n`; else all of it."""
     json_schema: dict[str, Any] | None = None
     grammar: str | None = None
     stream: bool | None = None
@@ -46,46 +53,104 @@ class LlamaBody(msgspec.Struct, kw_only=True):
     session_id: str | None = None
     cache_salt: str | None = None
 
-    def as_completion(self) -> CompletionBody:
+    def as_completion(self, bias: dict[str, float] | None) -> CompletionBody:
         """The same in OpenAI's words."""
-        if self.grammar:
-            raise ApiError(
-                400, "grammar is not read in llama.cpp's notation; use json_schema, or "
-                "structured_outputs at /v1/completions with a grammar in Lark's", param="grammar",
-            )  # fmt: skip
         most = self.n_predict if self.n_predict is not None else self.max_tokens
-        schema = {"type": "json_schema", "schema": self.json_schema}
         return CompletionBody(
-            prompt=self.prompt, model=self.model,
+            prompt="", model=self.model,
             max_tokens=2**31 - 1 if most is None or most < 0 else most,
+            echo=most == 0,  # the prompt is computed, and nothing follows
             temperature=max(self.temperature, 0.0), top_k=self.top_k, top_p=self.top_p,
             min_p=self.min_p, seed=self.seed, stop=self.stop,
             repetition_penalty=self.repeat_penalty, presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty, ignore_eos=self.ignore_eos,
-            logit_bias=_bias(self.logit_bias), logprobs=self.n_probs or None,
-            response_format=schema if self.json_schema is not None else None,
+            logit_bias=bias, logprobs=self.n_probs or None,
+            json_schema=self.json_schema, grammar=self.grammar,
             stream=self.stream, session_id=self.session_id, cache_salt=self.cache_salt,
         )  # fmt: skip
 
 
-def _bias(given: Any) -> dict[str, float] | None:
-    """llama.cpp's form is a list of pairs, of which False forbids a token."""
-    if given is None or isinstance(given, dict):
-        return given
+def _bias(llm: LLM, given: Any) -> dict[str, float]:
+    """llama.cpp's form: pairs of a token id, or a text for all of its tokens, and a number.
+
+    False forbids them.
+    """
+    made: dict[str, float] = {}
     try:
-        return {str(int(t)): -1000.0 if b is False else float(b) for t, b in given}
+        for what, bias in given.items() if isinstance(given, dict) else given:
+            text = isinstance(what, str) and not what.isdecimal()
+            for token in llm.encode(what, add_special=False) if text else [int(what)]:
+                made[str(token)] = -1000.0 if bias is False else float(bias)
     except (TypeError, ValueError):
-        raise ApiError(400, "logit_bias is a list of [id, number]", param="logit_bias") from None
+        raise ApiError(
+            400, "logit_bias is a list of [id or text, number]", param="logit_bias"
+        ) from None
+    return made
 
 
 async def completion(request: Request) -> Response:
     """Continues one prompt or several."""
     body = await read_as(request, LlamaBody)
-    turn = await begin_completion(request, body.as_completion())
+    bias = None
+    if body.logit_bias:
+        models = request.app.state.quire.models
+        async with models.using(models.find(body.model, strict=False)) as llm:
+            bias = await in_thread(_bias, llm, body.logit_bias)
+    beginning = begin_completion(
+        request, body.as_completion(bias), lambda llm, _, behind: _prompts(llm, body.prompt, behind)
+    )
     if body.stream:
-        return turns.stream(turn, _events(turn, body))
-    made = await turns.finish(request, turn, _whole(turn.run, body))
+        return await turns.stream(request, beginning, lambda turn: _events(turn, body), _refused)
+    made = await turns.finish(request, beginning, lambda turn: _whole(turn.run, body))
+    if body.response_fields:
+        made = [_only(one, body.response_fields) for one in made]
     return as_json(made[0] if len(made) == 1 else made)
+
+
+def _prompts(llm: LLM, given: Any, behind: int) -> list[list[int]]:
+    """Token ids of all prompts; ids and texts side by side are one."""
+    several = given if isinstance(given, list) and not _is_one(given) else [given]
+    if not 1 <= len(several) <= MOST_PROMPTS:
+        raise ApiError(400, f"prompt is 1 to {MOST_PROMPTS} prompts", param="prompt")
+    return [_prompt(llm, one, behind) for one in several]
+
+
+def _is_one(given: list[Any]) -> bool:
+    return any(isinstance(part, int) for part in given)
+
+
+def _prompt(llm: LLM, given: Any, behind: int) -> list[int]:
+    match given:
+        case str(text):
+            return llm.tokens_of(text, behind)
+        case {"prompt_string": str(text), **rest} if not rest.get("multimodal_data"):
+            return llm.tokens_of(text, behind)
+        case list(parts):
+            ids: list[int] = []
+            for part in parts:
+                if isinstance(part, str):
+                    ids += llm.tokens_of(part, behind + len(ids))
+                elif isinstance(part, int):
+                    ids += check_ids(llm, [part])
+                else:
+                    raise ApiError(400, "a prompt is of texts and token ids", param="prompt")
+            return ids
+    raise ApiError(
+        400, "prompt is a text, token ids, {'prompt_string': text}, or a list of those; this model "
+        "reads text only", param="prompt",
+    )  # fmt: skip
+
+
+def _only(made: dict[str, Any], fields: list[str]) -> dict[str, Any]:
+    """Some fields of an answer, by their paths."""
+    told = {}
+    for path in fields:
+        value: Any = made
+        for name in path.split("/"):
+            value = value.get(name) if isinstance(value, dict) else None
+        if value is not None:
+            told[path] = value
+    return told
 
 
 async def _whole(run: Run, body: LlamaBody) -> list[dict[str, Any]]:
@@ -95,7 +160,9 @@ async def _whole(run: Run, body: LlamaBody) -> list[dict[str, Any]]:
     made = []
     for at, said in enumerate(parts):
         tokens = [token for part in said for token in part.token_ids]
-        made.append(_end(run, body, at, "".join(part.text for part in said), tokens))
+        logprobs = [one for part in said for one in part.logprobs]
+        end = _end(run, body, at, "".join(part.text for part in said), tokens)
+        made.append(end | _probabilities(run, logprobs))
     return made
 
 
@@ -109,11 +176,16 @@ async def _events(turn: Turn, body: LlamaBody) -> AsyncGenerator[bytes, None]:
                     "index": at, "content": delta.text, "tokens": delta.token_ids, "stop": False,
                     "id_slot": -1, "tokens_predicted": len(job.token_ids),
                     "tokens_evaluated": job.prompt_tokens,
+                    **_probabilities(run, delta.logprobs),
                 })  # fmt: skip
             if delta.finish_reason:
                 yield event(_end(run, body, at, "", []))
     except Exception as error:
-        yield event(turn.state.told(error).as_dict())
+        yield _refused(turn.state.told(error))
+
+
+def _refused(error: ApiError) -> bytes:
+    return event(error.as_dict())
 
 
 def _end(run: Run, body: LlamaBody, at: int, text: str, tokens: list[int]) -> dict[str, Any]:
@@ -132,6 +204,13 @@ def _end(run: Run, body: LlamaBody, at: int, text: str, tokens: list[int]) -> di
         "stop_type": kind, "stopping_word": word or "", "generation_settings": _settings(run),
         "timings": run.timings(), "memory": run.memory(),
     }  # fmt: skip
+
+
+def _probabilities(run: Run, logprobs: list[TokenLogprob]) -> dict[str, Any]:
+    """Of the tokens that came, where that was asked for."""
+    if run.ask.sampling.logprobs is None:
+        return {}
+    return {"completion_probabilities": with_ids(run.ask.model.llm.tokenizer, logprobs)}
 
 
 def _settings(run: Run) -> dict[str, Any]:

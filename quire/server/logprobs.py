@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,9 +19,24 @@ def chat_form(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> dict[st
     return {"content": content, "refusal": None}
 
 
+def with_ids(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+    """As llama.cpp's `/completion` tells them: those of chats, with token ids."""
+    told = []
+    for one in logprobs:
+        top = [{"id": token, **_told(tokenizer, token, value)} for token, value in one.top]
+        mine = {"id": one.token_id, **_told(tokenizer, one.token_id, one.logprob)}
+        told.append({**mine, "top_logprobs": top})
+    return told
+
+
 def _told(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
     data = tokenizer.token_bytes(token)
     return {"token": _text(data), "logprob": _finite(logprob), "bytes": list(data)}
+
+
+def of_prompt(tokens: Sequence[int], scores: Sequence[TokenLogprob]) -> list[TokenLogprob]:
+    """Those of a whole prompt; nothing comes before its first token, so that has none."""
+    return [TokenLogprob(tokens[0], math.nan, ()), *scores]
 
 
 def legacy(
@@ -33,9 +49,12 @@ def legacy(
         tokens.append(_text(tokenizer.token_bytes(one.token_id)))
         offsets.append(offset)
         offset += len(tokens[-1])
-    tops = []
+    tops: list[dict[str, float | None] | None] = []
     for one in logprobs:
-        tops.append({_text(tokenizer.token_bytes(t)): _finite(p) for t, p in one.top})
+        top: dict[str, float | None] = {}
+        for token, value in one.top:  # the likelier of two whose bytes are no text comes first
+            top.setdefault(_text(tokenizer.token_bytes(token)), _finite(value))
+        tops.append(None if math.isnan(one.logprob) else top)
     told = {
         "tokens": tokens, "token_logprobs": [_finite(one.logprob) for one in logprobs],
         "top_logprobs": tops, "text_offset": offsets,
@@ -47,6 +66,6 @@ def _text(data: bytes) -> str:
     return data.decode(errors="replace")
 
 
-def _finite(logprob: float) -> float:
-    """JSON has no infinity; OpenAI says -9999 for what cannot be."""
-    return max(float(logprob), -9999.0)
+def _finite(logprob: float) -> float | None:
+    """JSON has no infinity; OpenAI says -9999 for what cannot be, and null where there is none."""
+    return None if math.isnan(logprob) else max(float(logprob), -9999.0)

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,6 +14,7 @@ from quire import config
 from quire.api.llm import LLM
 from quire.devices.budget import Budget, Share
 from quire.engine.pace import Pace
+from quire.engine.room import Rank
 from quire.errors import BudgetError, QuireError, RequestError
 from quire.server.errors import ApiError
 from quire.server.follow import Driver, on_engine
@@ -33,6 +35,8 @@ class ServedModel:
         """Requests and sessions that need it loaded."""
         self.last_used = time.monotonic()
         self.loading: asyncio.Task[None] | None = None
+        self.aside = asyncio.Lock()
+        """Held by whoever computes between the steps of others: see aside.py."""
         self._llm: LLM | None = None
         self._driver: Driver | None = None
 
@@ -79,6 +83,7 @@ class Models:
         self._failed = failed
         self._config = config.LoadConfig(**settings.load)
         self._budget: Budget | None = None
+        self._changing = asyncio.Lock()  # one is loaded or given back at a time
         self.by_name: dict[str, ServedModel] = {}
         for source in settings.models:
             name = name_of(source)
@@ -133,20 +138,33 @@ class Models:
         return model.loading
 
     async def _load(self, model: ServedModel) -> None:
-        while True:
-            try:
-                llm = await asyncio.to_thread(self._loaded, model)
-                break
-            except BudgetError:
-                idle = [m for m in self.loaded if not m.users]
-                if not idle:
-                    raise
-                await self.unload(min(idle, key=lambda m: m.last_used))
-            except QuireError as error:
-                raise ApiError(
-                    503, f"model {model.name!r} cannot be loaded: {error}", code="model_unavailable"
-                ) from error
-        model.take(llm, self._failed)
+        async with self._changing:
+            while True:
+                try:
+                    llm = await asyncio.to_thread(self._loaded, model)
+                    break
+                except BudgetError:
+                    idle = [m for m in self.loaded if not m.users]
+                    if idle:
+                        await self._unload(min(idle, key=lambda m: m.last_used))
+                    elif not await self._made_room():
+                        raise
+                except QuireError as error:
+                    message = f"model {model.name!r} cannot be loaded: {error}"
+                    raise ApiError(503, message, code="model_unavailable") from error
+            model.take(llm, self._failed)
+
+    async def _made_room(self) -> bool:
+        """Has those that are loaded free what they can do without; whether there was any."""
+
+        def free(llm: LLM) -> bool:
+            freed = False
+            while llm.engine.lend(Rank.RESTING):
+                freed = True
+            llm.budget.reclaim()
+            return freed
+
+        return any([await m.call(partial(free, m.llm)) for m in self.loaded])
 
     def _loaded(self, model: ServedModel) -> LLM:
         path = pull.resolve(model.source, config.cache_folder())
@@ -159,7 +177,7 @@ class Models:
             self._budget = Budget(self._config.budget_bytes("cpu"))
         return self._budget
 
-    async def unload(self, model: ServedModel) -> None:
+    async def _unload(self, model: ServedModel) -> None:
         """Gives a model's memory back."""
         if model.loaded:
             await asyncio.to_thread(model.give().close)
@@ -167,13 +185,14 @@ class Models:
     async def unload_idle(self, after_s: float) -> None:
         """Gives back those that nobody has used for a while."""
         for model in self.loaded:
-            if not model.users and time.monotonic() - model.last_used >= after_s:
-                await self.unload(model)
+            async with self._changing:  # somebody may use it by then
+                if not model.users and time.monotonic() - model.last_used >= after_s:
+                    await self._unload(model)
 
     async def close(self) -> None:
         """Gives all of them back."""
         for model in self.loaded:
-            await self.unload(model)
+            await self._unload(model)
 
 
 def name_of(source: str) -> str:

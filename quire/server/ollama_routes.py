@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Coroutine
 from datetime import UTC, datetime
 from typing import Any
 
@@ -126,13 +126,13 @@ async def generate(request: Request) -> Response:
     if not body.prompt:
         return await _loaded(request, model, {"response": ""})
     if body.raw:
-        turn = await begin_completion(request, _typed(CompletionBody, body, prompt=body.prompt))
+        beginning = begin_completion(request, _typed(CompletionBody, body, prompt=body.prompt))
     else:
         system = [{"role": "system", "content": body.system}] if body.system else []
         messages = [*system, {"role": "user", "content": body.prompt}]
         chat = _typed(ChatBody, body, messages=messages, chat_template_kwargs=body.template)
-        turn = await begin_chat(request, chat)
-    return await _answer(request, turn, body.streams, _generated)
+        beginning = begin_chat(request, chat)
+    return await _answer(request, beginning, body.streams, _generated)
 
 
 @says_errors(refuse)
@@ -144,8 +144,8 @@ async def chat(request: Request) -> Response:
         return await _loaded(request, model, {"message": {"role": "assistant", "content": ""}})
     messages = [_message(one, number) for number, one in enumerate(body.messages)]
     fields = {"messages": messages, "tools": body.tools, "chat_template_kwargs": body.template}
-    turn = await begin_chat(request, _typed(ChatBody, body, **fields))
-    return await _answer(request, turn, body.streams, _said)
+    beginning = begin_chat(request, _typed(ChatBody, body, **fields))
+    return await _answer(request, beginning, body.streams, _said)
 
 
 def _typed(form: Any, body: OllamaBody, **fields: Any) -> Any:
@@ -200,10 +200,18 @@ def _said(answer: Answer) -> dict[str, Any]:
     return {"message": message}
 
 
-async def _answer(request: Request, turn: Turn, streams: bool, form: Any) -> Response:
+async def _answer(
+    request: Request, beginning: Coroutine[Any, Any, Turn], streams: bool, form: Any
+) -> Response:
     if streams:
-        return LineStream(_lines(turn, form), turn.close)
-    return as_json(await turns.finish(request, turn, _whole(turn.run, form)))
+        return await turns.stream(
+            request, beginning, lambda turn: _lines(turn, form), _refused_line, LineStream
+        )
+    return as_json(await turns.finish(request, beginning, lambda turn: _whole(turn.run, form)))
+
+
+def _refused_line(error: ApiError) -> bytes:
+    return line({"error": error.message})
 
 
 async def _parts(run: Run) -> AsyncGenerator[tuple[Answer, str | None], None]:
@@ -232,7 +240,7 @@ async def _lines(turn: Turn, form: Any) -> AsyncGenerator[bytes, None]:
                 yield line({**_head(run), **form(part), "done": False})
         yield line({**_head(run), **form(Answer()), **_end(run, finish)})
     except Exception as error:
-        yield line({"error": turn.state.told(error).message})
+        yield _refused_line(turn.state.told(error))
 
 
 def _head(run: Run) -> dict[str, Any]:

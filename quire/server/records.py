@@ -136,6 +136,11 @@ class Records:
         if record := _current.get():
             record.run, record.admitted = run, time.perf_counter()
 
+    def ends_as(self, status: int) -> None:
+        """What becomes of a stream whose head said 200 before that was known."""
+        if record := _current.get():
+            record.status = status
+
     def counters(self) -> dict[str, int]:
         """Tokens since the server began."""
         records = list(self.open)

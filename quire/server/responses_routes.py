@@ -12,7 +12,8 @@ from starlette.responses import Response
 from quire.server import turn as turns
 from quire.server.chat_routes import ChatBody, begin_chat
 from quire.server.errors import ApiError
-from quire.server.responses_stream import ResponseWriter
+from quire.server.responses_stream import ResponseWriter, refused
+from quire.server.turn import Turn
 from quire.server.wire import as_json, read_as
 
 _ROLES = ("user", "assistant", "system", "developer")
@@ -81,12 +82,15 @@ async def responses(request: Request) -> Response:
     """The next turn of a conversation."""
     body = await read_as(request, ResponsesBody)
     chat = body.as_chat()
-    turn = await begin_chat(request, chat)
-    head = {"created_at": int(time.time()), "model": turn.run.ask.model.name, **body.echoed()}
-    writer = ResponseWriter(turn, head, chat.parallel_tool_calls is False)
+
+    def writer(turn: Turn) -> ResponseWriter:
+        head = {"created_at": int(time.time()), "model": turn.run.ask.model.name, **body.echoed()}
+        return ResponseWriter(turn, head, chat.parallel_tool_calls is False)
+
+    beginning = begin_chat(request, chat)
     if chat.streams:
-        return turns.stream(turn, writer.events())
-    return as_json(await turns.finish(request, turn, writer.whole()))
+        return await turns.stream(request, beginning, lambda turn: writer(turn).events(), refused)
+    return as_json(await turns.finish(request, beginning, lambda turn: writer(turn).whole()))
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:

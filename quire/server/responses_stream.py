@@ -7,10 +7,17 @@ from typing import Any
 
 from quire.server.conversation import spoken
 from quire.server.dialect import new_id
+from quire.server.errors import ApiError
 from quire.server.turn import Turn
 from quire.server.wire import event
 from quire.text.answers import Answer
 from quire.types import ToolCall
+
+
+def refused(error: ApiError) -> bytes:
+    """How a stream ends that cannot be answered."""
+    told = {"code": error.code or error.type, "message": error.message, "param": error.param}
+    return event({"type": "error", "sequence_number": 0, **told}, "error")
 
 
 class ResponseWriter:

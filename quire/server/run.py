@@ -14,16 +14,23 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from quire.api.stream import end_soon
 from quire.api.texts import ChatPrompt
+from quire.engine.constrain import Matcher
+from quire.engine.generation import Transcript
 from quire.engine.loop import Job
 from quire.engine.request import Request
 from quire.server.compilers import Compilers
 from quire.server.follow import News, Signal
 from quire.server.models import ServedModel
+from quire.server.scored import Scored
 from quire.types import Constraint, Sampling, TokenLogprob
 
 if TYPE_CHECKING:
     from quire.server.session import ServedSession
     from quire.server.state import State
+
+
+GoesOn = Callable[[Request, Transcript, Matcher | None], Callable[[], Job]]
+"""Makes what starts a job on something that is there already."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,10 @@ class Ask:
     session: ServedSession | None = None
     chat: ChatPrompt | None = None
     """The conversation that the prompt was made from, which says how to read the answer."""
+    scores: int | None = None
+    """Whether prompts' own tokens are scored, with so many of the likeliest at each place."""
+    answers: bool = True
+    """Whether anything is generated, or prompts are only scored."""
     whole: bool = False
     """With a session: whether the prompt is the whole conversation, which it goes back for."""
 
@@ -66,6 +77,8 @@ class Run:
     def __init__(self, ask: Ask, news: News, compilers: Compilers) -> None:
         self.ask = ask
         self.jobs: list[Job] = []
+        self.scores: list[list[TokenLogprob]] = []
+        """Of all tokens of each prompt but the first, where they are scored."""
         self._news = news
         self._compilers = compilers
         self.at_end: Callable[[], Awaitable[None]] | None = None
@@ -75,26 +88,57 @@ class Run:
 
     async def begin(self) -> None:
         """Puts all of it on the engine at once."""
-        ask = self.ask
-        begins = []
-        for prompt in ask.prompts:
-            for n in range(ask.n):
-                sampling = ask.sampling
-                if sampling.seed is not None and n:
-                    sampling = replace(sampling, seed=(sampling.seed + n) % 2**64)
-                request = Request(
-                    tuple(prompt), sampling, ask.constraint, ask.salt, None, ask.key, ask.priority
-                )
-                begins.append(await self._prepared(request))
-        self.jobs = await ask.model.call(partial(_begin_all, begins, self._tell), _end_all)
+        if self.ask.scores is None:
+            begins: list[Callable[[], Job]] = []
+            for prompt in self.ask.prompts:
+                begins += [await self._prepared(one) for one in self._requests(prompt)]
+            await self._begin(begins)
+        else:
+            for prompt in self.ask.prompts:
+                await self._begin_scored(prompt, self.ask.scores)
         self.wake()  # what came before anybody listened
 
-    async def _prepared(self, request: Request) -> Callable[[], Job]:
+    async def _begin(self, begins: list[Callable[[], Job]]) -> None:
+        begin = partial(_begin_all, begins, self._tell)
+        jobs = await self.ask.model.call(begin, _end_all)
+        self.jobs += jobs
+
+    async def _begin_scored(self, prompt: list[int], top: int) -> None:
+        """A prompt's own tokens first; the first answer goes on from them, others share them."""
+        ask = self.ask
+        scored = await Scored.of(ask.model, prompt, top, ask.salt)
+        try:
+            goes_on = partial(scored.beginning, answers=ask.answers)
+            first, *others = self._requests(prompt)
+            begins = [await self._prepared(first, goes_on)]
+            begins += [await self._prepared(one) for one in others]
+            await self._begin(begins)
+        finally:
+            await scored.close()
+        self.scores.append(scored.logprobs)
+
+    def _requests(self, prompt: list[int]) -> list[Request]:
+        """One for each answer to a prompt."""
+        ask, made = self.ask, []
+        for n in range(ask.n):
+            sampling = ask.sampling
+            if sampling.seed is not None and n:
+                sampling = replace(sampling, seed=(sampling.seed + n) % 2**64)
+            made.append(
+                Request(
+                    tuple(prompt), sampling, ask.constraint, ask.salt, None, ask.key, ask.priority
+                )
+            )
+        return made
+
+    async def _prepared(self, request: Request, goes_on: GoesOn | None = None) -> Callable[[], Job]:
         """What starts a job, on the loop; what takes long is done elsewhere, before."""
         ask, llm = self.ask, self.ask.model.llm
         transcript, matcher = llm.transcript(ask.stop), None
         if request.constraint is not None:
             matcher = await self._compilers.compile(llm, request)
+        if goes_on is not None:
+            return goes_on(request, transcript, matcher)
         if ask.session is not None:
             return ask.session.beginning(request, transcript, matcher, ask.whole)
 
@@ -183,10 +227,12 @@ class Run:
         cached = sum(job.sequence.cached for job in self.firsts)
         prompt_n = sum(job.prompt_tokens for job in self.firsts) - cached
         made = sum(len(job.token_ids) for job in jobs)
+        begun = sum(bool(job.token_ids) for job in jobs)  # a first token comes with the prompt
         prompt_ms, made_ms = (first - started) * 1e3, (last - first) * 1e3
         return {
             "cache_n": cached,
-            **_speed("prompt", prompt_n, prompt_ms), **_speed("predicted", made, made_ms),
+            **_speed("prompt", prompt_n, prompt_n, prompt_ms),
+            **_speed("predicted", made, made - begun, made_ms),
         }  # fmt: skip
 
 
@@ -208,12 +254,13 @@ def _end_all(jobs: list[Job]) -> None:
         end_soon(job)
 
 
-def _speed(name: str, n: int, ms: float) -> dict[str, float]:
+def _speed(name: str, n: int, taken: int, ms: float) -> dict[str, float]:
+    """How many tokens there were, and what those took that took the time."""
     return {
         f"{name}_n": n,
         f"{name}_ms": ms,
-        f"{name}_per_token_ms": ms / n if n else 0.0,
-        f"{name}_per_second": n / ms * 1e3 if ms else 0.0,
+        f"{name}_per_token_ms": ms / taken if taken else 0.0,
+        f"{name}_per_second": taken / ms * 1e3 if ms else 0.0,
     }
 
 
@@ -221,9 +268,19 @@ def _finish(job: Job) -> str:
     return {"cancelled": "abort"}.get(str(job.finish_reason), str(job.finish_reason))
 
 
+def _check_lengths(ask: Ask) -> None:
+    """Refuses what cannot fit before it waits for its turn."""
+    engine = ask.model.llm.engine
+    for prompt in ask.prompts if ask.session is None else ():
+        engine.check_tokens(0, prompt)
+        if len(prompt) >= engine.n_ctx:
+            raise engine.too_long(len(prompt))
+
+
 @asynccontextmanager
 async def started(state: State, ask: Ask) -> AsyncIterator[Run]:
     """A request's turn: it waits for it, runs, and everything is given back at the end."""
+    _check_lengths(ask)
     async with AsyncExitStack() as stack:
         choices = len(ask.prompts) * ask.n
         state.records.asked(ask)

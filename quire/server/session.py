@@ -120,26 +120,20 @@ class ServedSession:
     async def append(self, tokens: list[int]) -> None:
         """Computes more tokens; whoever is cancelled meanwhile has appended nothing."""
         loop = self.model.llm.loop
-        work, way_back = await self.model.call(
-            lambda: self.session.start_append(tokens), lambda made: made[0].undo()
+        appending = await self.model.call(
+            lambda: self.session.start_append(tokens), lambda made: made.settle(keep=False)
         )
+        work = appending.work
         guest = Guest(loop, lambda: work.done)  # no output says that tokens are computed
         loop.seat.add_guest(guest)
         try:
             await guest.future
+            await self.model.call(lambda: appending.settle(keep=True))
         except BaseException:
-            loop.later(lambda: loop.end(work))
+            loop.later(lambda: appending.settle(keep=False))
             raise
         finally:
             loop.seat.remove_guest(guest)
-
-        def settle() -> None:
-            loop.end(work)
-            if work.error:
-                work.undo()
-            way_back.drop()
-
-        await self.model.call(settle)
         if work.error:
             raise work.error
 

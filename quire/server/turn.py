@@ -1,25 +1,29 @@
 """A generation request from beginning to end, the same for every dialect.
 
-turn = await begin(request, state, model, ask)     held: model, session, place in the queue
-async for delta in turn.run.deltas(): …            or `return stream(turn, chunks)`
-await turn.close()                                 everything is given back
+beginning = Turn(state).begin(model, ask)          to hold: model, session, place in the queue
+await finish(request, beginning, whole)            one object; or `await stream(request, …)`
+await turn.close()                                 everything is given back, whatever happened
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 
 from quire.api.llm import LLM
+from quire.server.errors import ApiError
 from quire.server.models import ServedModel
 from quire.server.run import Ask, Run, started
 from quire.server.state import State, log
-from quire.server.wire import EventStream, while_connected
+from quire.server.wire import Disconnected, EventStream, gone, while_connected
 
 T = TypeVar("T")
+_SOON_S = 0.5
+"""What takes longer has begun to answer before it is known how that ends."""
 MakeAsk = Callable[[LLM], Awaitable[Ask]]
 """Makes an ask out of what a client sent, once the model is there."""
 
@@ -27,9 +31,8 @@ MakeAsk = Callable[[LLM], Awaitable[Ask]]
 class Turn:
     """A run, and what it holds besides pages."""
 
-    def __init__(self, state: State, request: Request) -> None:
+    def __init__(self, state: State) -> None:
         self.state = state
-        self.request = request
         self.stack = AsyncExitStack()
         self.run: Run
 
@@ -68,19 +71,67 @@ class Turn:
         await self.stack.aclose()
 
 
-async def begin(request: Request, state: State, model: ServedModel, make: MakeAsk) -> Turn:
-    """A turn that is on the engine; given up if its client leaves before."""
-    return await while_connected(request, Turn(state, request).begin(model, make), Turn.close)
+async def stream(
+    request: Request, beginning: Coroutine[Any, Any, Turn],
+    chunks: Callable[[Turn], AsyncGenerator[bytes, None]], refused: Callable[[ApiError], bytes],
+    form: type[EventStream] = EventStream,
+) -> EventStream:  # fmt: skip
+    """Sends chunks as they come; the turn ends with them, or with the client.
 
-
-def stream(turn: Turn, chunks: AsyncGenerator[bytes, None]) -> EventStream:
-    """Sends chunks as they come; the turn ends with them, or with the client."""
-    return EventStream(chunks, turn.close)
-
-
-async def finish(request: Request, turn: Turn, whole: Coroutine[Any, Any, T]) -> T:
-    """The whole of an answer that is not streamed; it ends when its client leaves."""
+    What is refused soon is refused by its status. Whoever has to wait for longer, in the queue or
+    for a model, hears at once that there is a stream, and then what becomes of it.
+    """
+    state: State = request.app.state.quire
+    begun = asyncio.ensure_future(beginning)
+    left = asyncio.ensure_future(gone(request.receive))
+    kept = False
     try:
-        return await while_connected(request, whole)
+        await asyncio.wait({begun, left}, timeout=_SOON_S, return_when=asyncio.FIRST_COMPLETED)
+        if begun.done():
+            begun.result()
+        elif left.done():
+            raise Disconnected
+        kept = True
+    finally:
+        left.cancel()
+        if not kept:
+            await _given_up(begun)
+
+    async def all_chunks() -> AsyncGenerator[bytes, None]:
+        try:
+            turn = await begun
+        except Exception as error:
+            told = state.told(error)
+            state.records.ends_as(told.status)
+            yield refused(told)
+            return
+        async with aclosing(chunks(turn)) as made:
+            async for chunk in made:
+                yield chunk
+
+    async def close() -> None:
+        if not begun.done() or begun.cancelled():
+            state.records.ends_as(499)
+        await _given_up(begun)
+
+    return form(all_chunks(), close)
+
+
+async def _given_up(begun: asyncio.Future[Turn]) -> None:
+    """Nobody waits any more: what it has come to is given back."""
+    begun.cancel()
+    await asyncio.gather(begun, return_exceptions=True)
+    if not begun.cancelled() and begun.exception() is None:
+        await begun.result().close()
+
+
+async def finish(
+    request: Request, beginning: Coroutine[Any, Any, Turn],
+    whole: Callable[[Turn], Coroutine[Any, Any, T]],
+) -> T:  # fmt: skip
+    """The whole of an answer that is not streamed; it ends when its client leaves."""
+    turn = await while_connected(request, beginning, Turn.close)
+    try:
+        return await while_connected(request, whole(turn))
     finally:
         await turn.close()

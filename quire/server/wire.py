@@ -12,10 +12,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+import quire
 from quire.server.errors import ApiError
 
 T = TypeVar("T")
 JSON = "application/json"
+FINGERPRINT = f"quire-{quire.__version__}"
+"""What answers are made by."""
 PING_S = 10.0
 """Seconds of silence after which a stream says that it is alive."""
 
@@ -69,16 +72,16 @@ async def while_connected(
     Work may come to its end just as it is cancelled: that goes to `unwanted`.
     """
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_gone(request.receive))
+    left = asyncio.ensure_future(gone(request.receive))
     wanted = False
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, left}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise Disconnected
         wanted = True
         return task.result()
     finally:
-        gone.cancel()
+        left.cancel()
         if not wanted:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
@@ -86,7 +89,8 @@ async def while_connected(
                 await unwanted(task.result())
 
 
-async def _gone(receive: Receive) -> None:
+async def gone(receive: Receive) -> None:
+    """Until the client is gone."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -117,15 +121,15 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends what comes; with the client everything behind the stream goes too."""
         writer = asyncio.ensure_future(self._write(send))
-        gone = asyncio.ensure_future(_gone(receive))
+        left = asyncio.ensure_future(gone(receive))
         try:
-            await asyncio.wait({writer, gone}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({writer, left}, return_when=asyncio.FIRST_COMPLETED)
             if writer.done():
                 writer.result()
         finally:
-            for task in (writer, gone):
+            for task in (writer, left):
                 task.cancel()
-            await asyncio.gather(writer, gone, return_exceptions=True)
+            await asyncio.gather(writer, left, return_exceptions=True)
             await self._close()
 
     async def _write(self, send: Send) -> None:
@@ -159,3 +163,8 @@ def event(value: Any, name: str = "") -> bytes:
 
 
 DONE = b"data: [DONE]\n\n"
+
+
+def refused(error: ApiError) -> bytes:
+    """How a stream in OpenAI's form ends that cannot be answered."""
+    return event(error.as_dict()) + DONE

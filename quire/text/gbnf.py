@@ -11,12 +11,12 @@ from typing import NoReturn
 
 from quire.errors import RequestError
 
-__all__ = ["gbnf_to_lark"]
+__all__ = ["as_lark", "gbnf_to_lark"]
 
 _MOST_REPEATS = 2000  # llama.cpp's limit
 _MOST_NESTED = 100
 _NAME = re.compile(r"[A-Za-z0-9-]+")
-_SPACE = re.compile(r"(?:\s+|#[^\n]*)*")
+_SPACE = re.compile(r"(?:\s++|#[^\n]*+)*+")  # what it took it keeps: nothing is tried twice
 _RULE = re.compile(rf"({_NAME.pattern}){_SPACE.pattern}::=")
 _COUNT = re.compile(r"\{\s*(\d*)\s*(,?)\s*(\d*)\s*\}")
 _TOKEN = re.compile(r"<(?:\[\d+\]|[^<>\s]+)>")
@@ -27,6 +27,13 @@ _HEX = {"x": 2, "u": 4, "U": 8}
 def gbnf_to_lark(grammar: str) -> str:
     """The same grammar in Lark's notation; what is wrong is named with its line."""
     return _Reader(grammar).lark()
+
+
+def as_lark(grammar: str) -> str:
+    """A grammar of either notation in Lark's; GBNF is known by its first rule, `name ::= …`."""
+    space = _SPACE.match(grammar)
+    assert space
+    return gbnf_to_lark(grammar) if _RULE.match(grammar, space.end()) else grammar
 
 
 class _Reader:

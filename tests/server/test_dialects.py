@@ -114,7 +114,49 @@ def test_llamacpps_completion(rig: Rig) -> None:
     assert cut["stop_type"] == "word" and cut["stopping_word"] == stop
     several = rig.post("/completion", **{**body, "prompt": ["Once", "Twice"]})
     assert [one["index"] for one in several] == [0, 1]
-    rig.refused(400, "/completion", prompt="x", grammar='root ::= "a"')
+    rig.refused(400, "/completion", prompt="x", grammar="root ::= a")
+
+
+def test_llamacpps_prompts(rig: Rig) -> None:
+    """Texts, ids, both in turn, and several of any kind."""
+    ids = rig.llm.encode("Once upon")
+    body = {"n_predict": 6, "temperature": 0}
+    one = rig.post("/completion", prompt="Once upon", **body)["content"]
+    several = [
+        ids,
+        "Once upon",
+        {"prompt_string": "Once upon"},
+        [*ids[:-1], rig.llm.decode(ids[-1:])],
+    ]
+    assert [r["content"] for r in rig.post("/completion", prompt=several, **body)] == [one] * 4
+    made = rig.post("/completion", prompt=[*ids, " a time", *ids], n_predict=0)
+    assert made["content"] == "" and made["tokens_predicted"] == 0 and made["stop_type"] == "limit"
+    assert made["tokens_evaluated"] == 2 * len(ids) + len(rig.llm.encode(" a time", False))
+
+
+def test_llamacpps_bias_names_tokens_or_texts(rig: Rig) -> None:
+    body = {"prompt": "Once upon", "n_predict": 1, "temperature": 0, "return_tokens": True}
+    (first,) = rig.post("/completion", **body)["tokens"]
+    text = rig.llm.decode([first])
+    forms = [[[first, False]], [[text, -100]], {text: -100}, {str(first): -100}]
+    made = [rig.post("/completion", **body, logit_bias=form)["tokens"] for form in forms]
+    assert made[0] != [first] and made == [made[0]] * 4
+
+
+def test_llamacpps_probabilities_and_fields(rig: Rig) -> None:
+    body = {"prompt": "Once upon", "n_predict": 3, "temperature": 0, "ignore_eos": True}
+    wanted = rig.llm.generate("Once upon", max_tokens=3, temperature=0, logprobs=2, ignore_eos=True)
+    told = rig.post("/completion", **body, n_probs=2)["completion_probabilities"]
+    assert [one["id"] for one in told] == wanted.token_ids
+    for one, mine in zip(told, wanted.logprobs, strict=True):
+        assert one["logprob"] == pytest.approx(mine.logprob, abs=1e-5)
+        assert [top["id"] for top in one["top_logprobs"]] == [token for token, _ in mine.top]
+    streamed = rig.events("/completion", **body, n_probs=2)
+    assert [p for e in streamed for p in e.get("completion_probabilities", [])] == told
+    assert "completion_probabilities" not in rig.post("/completion", **body)
+    fields = ["content", "timings/predicted_n", "nothing/here"]
+    some = rig.post("/completion", **body, response_fields=fields)
+    assert some == {"content": wanted.text, "timings/predicted_n": 3}
 
 
 def test_llamacpps_props_and_slots(rig: Rig) -> None:
@@ -156,7 +198,10 @@ HOSTILE: list[tuple[str, dict[str, Any]]] = [
     ("/api/chat", {"messages": [{"role": "user", "content": "x", "images": ["a"]}]}),
     ("/api/generate", {"prompt": "x", "suffix": "y"}),
     ("/api/embed", {}),
-    ("/completion", {"prompt": "x", "n_predict": 0}),
+    ("/completion", {"prompt": []}),
+    ("/completion", {"prompt": [[1], {"prompt_string": 5}]}),
+    ("/completion", {"prompt": [1, [2]]}),
+    ("/completion", {"prompt": {"prompt_string": "x", "multimodal_data": ["y"]}}),
     ("/completion", {"prompt": "x", "logit_bias": [5]}),
     ("/completion", {"prompt": "x", "logit_bias": [[10**9, 1.0]]}),
     ("/completion", {"prompt": [10**9]}),

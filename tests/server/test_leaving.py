@@ -6,8 +6,10 @@ import asyncio
 import json
 import random
 import socket
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +19,7 @@ import httpx
 import pytest
 
 from quire.config import process_memory
+from quire.server import follow
 from quire.server.wire import Disconnected, while_connected
 from tests.server.rig import Rig, serving
 
@@ -118,6 +121,33 @@ def test_a_client_that_leaves_while_it_appends_has_appended_nothing(slow: Rig) -
     assert slow.pages() == 0
 
 
+def test_a_client_that_leaves_just_after_its_tokens_were_computed_has_appended_nothing(
+    slow: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow.post("/v1/sessions", id="late", prompt="Once upon a time")
+    served, real = slow.state.sessions.by_id["late"], slow.state.models.default.call
+    before, calls = served.session.tokens, iter(range(9))
+
+    async def call(*doing: Any) -> Any:
+        if next(calls) == 1:  # nothing is pending any more, and it is about to be kept
+            assert served.session.sequence.length == len(before) + 9
+            assert not served.session.sequence.active
+            raise asyncio.CancelledError
+        return await real(*doing)
+
+    monkeypatch.setattr(served.model, "call", call)
+    home: asyncio.AbstractEventLoop = slow.state.news._home
+    appended = asyncio.run_coroutine_threadsafe(served.append([300] * 9), home)
+    with pytest.raises(CancelledError):
+        appended.result(10)
+    monkeypatch.undo()
+    assert served.session.tokens == before
+    slow.post("/v1/sessions/late/append", prompt=[301, 302])
+    assert served.session.tokens == [*before, 301, 302]
+    slow.http.delete("/v1/sessions/late")
+    assert slow.pages() == 0
+
+
 def test_a_reader_who_does_not_read_holds_nobody_up(slow: Rig) -> None:
     connection = send(slow, "/v1/completions", prompt="a", stream=True, **LONG)
     until(lambda: running(slow) == 1)
@@ -140,6 +170,10 @@ async def abort(http: httpx.AsyncClient, random: random.Random) -> None:
         path, body = "/v1/sessions", {"prompt": tokens, "ttl_s": 0.2}
     elif kind < 0.45:
         more = {"prompt": "a", "structured_outputs": {"regex": "[a-z]{40}"}}  # type: ignore[dict-item]
+    elif kind < 0.55:
+        body |= {"echo": True, "logprobs": 1, "max_tokens": random.choice([0, 8]), "n": 1}
+    elif kind < 0.6:
+        path, body, more = "/v1/embeddings", {}, {"input": [tokens] * 3}  # type: ignore[dict-item]
     with suppress(TimeoutError, httpx.HTTPError):
         await asyncio.wait_for(read(http, path, {**body, **more}), random.expovariate(8))
 
@@ -189,6 +223,38 @@ def test_random_aborts(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_ten_thousand_random_aborts(tmp_path: Path) -> None:
     check_aborts(tmp_path, 10_000)
+
+
+def test_what_nobody_waits_for_is_undone_between_steps(
+    slow: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is cancelled is in the event loop, where nobody may touch the engine."""
+
+    class Deaf(follow.Guest):
+        def wake(self) -> None:
+            """Nobody hears that it is done."""
+
+    monkeypatch.setattr(follow, "Guest", Deaf)
+    loop, made = slow.llm.loop, threading.Event()
+    undone: list[bool] = []
+
+    async def leave() -> None:
+        def make() -> str:
+            made.set()
+            return "pages"
+
+        def undo(what: str) -> None:
+            undone.append(loop.seat._driver == threading.get_ident())
+
+        task = asyncio.create_task(follow.on_engine(loop, make, undo))
+        while not made.is_set():
+            await asyncio.sleep(0.001)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run_coroutine_threadsafe(leave(), slow.state.news._home).result(10)
+    loop.call(lambda: None)
+    assert undone == [True]
 
 
 def test_what_comes_of_cancelled_work_is_given_back() -> None:

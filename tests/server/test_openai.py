@@ -23,7 +23,9 @@ def test_completion_is_what_the_model_says(rig: Rig) -> None:
     assert usage["total_tokens"] == wanted.prompt_tokens + 12
     assert {"pages", "pages_shared", "bytes", "peak_bytes"} == set(answer["memory"])
     assert answer["memory"]["peak_bytes"] >= answer["memory"]["bytes"] > 0
-    assert answer["timings"]["predicted_n"] == 12
+    timings = answer["timings"]
+    assert timings["predicted_n"] == 12  # of which the first came with the prompt
+    assert timings["predicted_per_second"] == pytest.approx(11e3 / timings["predicted_ms"])
 
 
 def test_what_was_computed_before_is_cached(rig: Rig) -> None:
@@ -203,8 +205,26 @@ def test_other_structures(rig: Rig) -> None:
     rig.refused(400, "/v1/completions", prompt="a", response_format={"type": "xml"})
     made = rig.complete("So", 8, json_schema={"const": "a"})["choices"][0]["text"]
     assert made == '"a"'
-    rig.refused(400, "/v1/completions", prompt="a", echo=True, logprobs=1)
     assert rig.complete("So", 2, echo=True)["choices"][0]["text"].startswith("So")
+
+
+GBNF = 'root ::= "yes" | "no" # llama.cpp writes grammars so\n'
+
+
+def test_grammars_in_both_notations(rig: Rig) -> None:
+    for wanted in (
+        {"grammar": GBNF}, {"structured_outputs": {"grammar": GBNF}},
+        {"structured_outputs": {"grammar": 'start: "yes" | "no"'}},
+    ):  # fmt: skip
+        assert rig.complete("So", 8, **wanted)["choices"][0]["text"] in ("yes", "no")
+        answer = rig.chat("Is it so?", max_tokens=8, **wanted)
+        assert answer["choices"][0]["message"]["content"] in ("yes", "no")
+    assert rig.post("/completion", prompt="So", n_predict=8, grammar=GBNF)["content"] in (
+        "yes", "no",
+    )  # fmt: skip
+    error = rig.refused(400, "/v1/completions", prompt="So", grammar="root ::= nowhere")
+    assert "line 1" in error["message"] and "nowhere" in error["message"]
+    rig.refused(400, "/v1/completions", prompt="a", grammar=GBNF, json_schema={"const": 1})
 
 
 def test_models_have_names(rig: Rig) -> None:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,22 @@ def test_told_to_end_it_finishes_what_runs(tmp_path: Path) -> None:
         assert server.process.wait(20) == 0
         assert "Traceback" not in server.process.stderr.read()  # type: ignore[union-attr]
     assert (tmp_path / "kept.quire").is_file()
+
+
+def test_told_to_end_it_answers_those_who_wait_too(tmp_path: Path) -> None:
+    """Their streams have begun: they are told how they end."""
+    with Process(tmp_path, "--max-running", "1") as server, ExitStack() as stack:
+        asked = [{**LONG, "max_tokens": most} for most in (1500, 5, 5)]
+        streams = [
+            stack.enter_context(server.http.stream("POST", "/v1/completions", json=body))
+            for body in asked
+        ]
+        assert [stream.status_code for stream in streams] == [200] * 3
+        server.process.send_signal(signal.SIGTERM)
+        for stream in streams:
+            lines = [line for line in stream.iter_lines() if line]
+            assert lines[-1] == "data: [DONE]" and not any("error" in line for line in lines)
+        assert server.process.wait(20) == 0
 
 
 def test_told_to_end_with_nothing_to_do_it_ends_at_once(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from llguidance import LLMatcher
 
 from quire.engine.constrain import Constrainer
 from quire.errors import RequestError
-from quire.text.gbnf import gbnf_to_lark
+from quire.text.gbnf import as_lark, gbnf_to_lark
 from quire.text.tokenizer import Tokenizer
 from quire.types import Grammar
 from tests.model_folders import MODELS
@@ -132,6 +133,23 @@ def test_regular_grammars_fit_what_regular_expressions_fit() -> None:
 def test_what_is_wrong_is_named(grammar: str, said: str) -> None:
     with pytest.raises(RequestError, match=said):
         gbnf_to_lark(grammar)
+
+
+def test_long_grammars_take_no_longer_than_they_are() -> None:
+    """White space, comments and names in the thousands, where a rule may begin and does not."""
+    started = time.monotonic()
+    for between in (" " * 5000, " #" * 2500 + "\n", "# \n" * 1700):
+        assert gbnf_to_lark(f'root ::= a{between}"b"\na ::= "c"').startswith("start:")
+        with pytest.raises(RequestError):
+            gbnf_to_lark(f"root ::= a{between}]")
+    assert time.monotonic() - started < 5
+
+
+def test_both_notations_are_told_apart() -> None:
+    gbnf = '# a comment\n\nroot ::= "a"'
+    assert as_lark(gbnf) == gbnf_to_lark(gbnf)
+    for lark in ('start: "::="', '// root ::= x\nstart: "a"', "", "%llguidance {}\nstart: /a/"):
+        assert as_lark(lark) == lark
 
 
 @pytest.mark.skipif(not EXAMPLES.is_dir(), reason="llama.cpp's grammars are not here")

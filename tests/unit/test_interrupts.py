@@ -177,3 +177,47 @@ def test_many_interrupts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for seed in range(2, 5):
         run(model_folder(name, tmp_path), 400, seed)
+
+
+def test_a_late_interrupt_undoes_nothing_of_another_thread(tmp_path: Path) -> None:
+    """It comes when the append is over, and somebody else has gone on with the session."""
+    tiny.write(tmp_path / "tiny.gguf", tiny.Tiny())
+    with quire.load(tmp_path / "tiny.gguf", threads=1) as llm, llm.session() as s:
+        real, came = llm.loop.call, threading.Event()
+
+        def call(fn: Callable[[], Any]) -> Any:
+            made = real(fn)
+            if s.position == 3 and not llm.loop._work and not came.is_set():
+                came.set()
+                thread = threading.Thread(target=lambda: s.append([4, 5]))
+                thread.start()
+                thread.join()
+                raise KeyboardInterrupt
+            return made
+
+        llm.loop.call = call  # type: ignore[assignment]
+        with pytest.raises(KeyboardInterrupt):
+            s.append([1, 2, 3])
+        llm.loop.call = real  # type: ignore[method-assign]
+        assert came.is_set() and s.tokens == [1, 2, 3, 4, 5]
+        assert np.array_equal(s.logits(), llm.logits([1, 2, 3, 4, 5])[-1])
+
+
+def test_an_append_that_failed_is_undone_before_others_go_on(tmp_path: Path) -> None:
+    tiny.write(tmp_path / "tiny.gguf", tiny.Tiny())
+    with quire.load(tmp_path / "tiny.gguf", threads=1, n_ctx=300, kv_cache_tokens=64) as llm:
+        s = llm.session().append([1, 2, 3])
+        real = llm.loop.wait
+
+        def wait(work: Any, done: Any = None) -> None:
+            real(work, done)
+            if work.error:  # whoever asked is not told yet
+                llm.loop.wait = real  # type: ignore[method-assign]
+                assert s.position == 3
+                s.append([4, 5])
+
+        llm.loop.wait = wait  # type: ignore[assignment]
+        with pytest.raises(quire.errors.QuireError):
+            s.append([7] * 200)
+        assert s.tokens == [1, 2, 3, 4, 5]
+        assert np.array_equal(s.logits(), llm.logits([1, 2, 3, 4, 5])[-1])

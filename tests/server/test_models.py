@@ -1,0 +1,149 @@
+"""Several models on one budget, under load: loaded and given back again and again."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from quire.server.models import Models
+from tests.server.rig import DENSE, HYBRID, Rig, serving
+
+MOE = DENSE.replace("tiny-dense", "tiny-moe")
+NAMES = ["tiny-dense", "tiny-hybrid", "tiny-moe"]
+
+
+def until(true: Any, within: float = 15.0) -> None:
+    deadline = time.monotonic() + within
+    while not true():
+        assert time.monotonic() < deadline, "it did not come to be"
+        time.sleep(0.01)
+
+
+async def abort(http: httpx.AsyncClient, dice: random.Random) -> None:
+    """A request to any of them, which is left after a while."""
+    body: dict[str, Any] = {
+        "model": dice.choice(NAMES), "prompt": [300 + dice.randrange(3)] * dice.choice([4, 300]),
+        "max_tokens": dice.choice([2, 200]), "ignore_eos": True, "temperature": 0,
+        "stream": dice.random() < 0.5,
+    }  # fmt: skip
+    path = "/v1/completions"
+    if dice.random() < 0.2:
+        path, body = (
+            "/v1/sessions",
+            {"model": body["model"], "prompt": body["prompt"], "ttl_s": 0.1},
+        )
+    with suppress(TimeoutError, httpx.HTTPError):
+        async with asyncio.timeout(dice.expovariate(4)):
+            async with http.stream("POST", path, json=body) as answer:
+                told = await answer.aread()
+                assert answer.status_code in (200, 201, 429, 503), told
+                if answer.status_code == 503:
+                    assert b"out_of_memory" in told or b"model_unavailable" in told
+
+
+async def abort_all(url: str, count: int) -> None:
+    dice, left = random.Random(5), iter(range(count))
+    async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+
+        async def worker() -> None:
+            for _ in left:
+                await abort(http, dice)
+                await asyncio.sleep(dice.choice([0, 0, 0, 0.3]))
+
+        await asyncio.gather(*(worker() for _ in range(8)))
+
+
+def check(folder: Path, count: int, size: str) -> None:
+    load = {"memory_budget": size, "n_ctx": 600}
+    with serving(folder, DENSE, HYBRID, MOE, keep_alive_s=0.2, load=load) as rig:
+        wanted = {name: rig.complete("It was", 12, model=name)["choices"] for name in NAMES}
+        asyncio.run(abort_all(rig.url, count))
+        until(lambda: not rig.state.runs and not rig.state.sessions.by_id)
+        models, budget = rig.state.models, rig.state.models._budget
+        assert budget is not None
+        until(lambda: not models.loaded and not any(m.loading for m in models.by_name.values()))
+        until(lambda: budget.used == 0)
+        assert [model.users for model in models.by_name.values()] == [0, 0, 0]
+        for name in NAMES:
+            assert rig.complete("It was", 12, model=name)["choices"] == wanted[name]
+
+
+def test_aborts_on_several_models(tmp_path: Path) -> None:
+    check(tmp_path, 50, "64MiB")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["9MiB", "14MiB", "64MiB"])
+def test_many_aborts_on_several_models(tmp_path: Path, size: str) -> None:
+    check(tmp_path, 500, size)
+
+
+def test_models_that_are_first_used_at_once_share_a_budget_and_a_seat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Models._loaded
+
+    def loaded(self: Models, model: Any) -> Any:
+        time.sleep(0.2)
+        return real(self, model)
+
+    monkeypatch.setattr(Models, "_loaded", loaded)
+    with serving(tmp_path, DENSE, HYBRID) as rig:
+        ask_both(rig)
+        first, second = (model.llm for model in rig.state.models.loaded)
+        assert first.budget.whole is second.budget.whole
+        assert first.loop.seat is second.loop.seat
+
+
+def ask_both(rig: Rig) -> None:
+    """Two requests at the same time, one to each model."""
+    threads = [
+        threading.Thread(target=rig.complete, args=("A", 4), kwargs={"model": name})
+        for name in NAMES[:2]
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_a_model_that_is_asked_for_as_it_goes_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory is given back before it is taken again."""
+    with serving(tmp_path, DENSE, HYBRID, keep_alive_s=0.1, load={"memory_budget": "9MiB"}) as rig:
+        wanted = rig.complete("A", 4)["choices"]
+        closing = threading.Event()
+        real = rig.llm.close
+
+        def close() -> None:
+            closing.set()
+            time.sleep(0.3)
+            real()
+
+        monkeypatch.setattr(rig.llm, "close", close)
+        assert closing.wait(10)
+        assert rig.complete("A", 4)["choices"] == wanted
+
+
+def test_what_one_model_keeps_for_later_gives_way_to_another(tmp_path: Path) -> None:
+    """Cached prefixes and arrays of a model that has nothing to do."""
+    load = {"memory_budget": "16MiB", "n_ctx": 2000}
+    with serving(tmp_path, DENSE, HYBRID, load=load) as rig:
+        long = [300 + (i * i) % 90 for i in range(1900)]
+        wanted = rig.complete(long, 8, model="tiny-hybrid")["choices"]
+        rig.state.models.by_name["tiny-hybrid"].llm.forget()
+        for i in range(3):
+            rig.complete([300 + i] + [301 + (i * j) % 90 for j in range(1500)], 2)
+        kept = rig.llm.budget.used
+        assert rig.complete(long, 8, model="tiny-hybrid")["choices"] == wanted
+        assert rig.llm.budget.used < kept
+        rig.llm.memory.audit()
