@@ -1,10 +1,10 @@
 """How many tokens of prompts a step may have, by time: somebody may be reading.
 
-A step with a chunk of a prompt takes longer than one without. While sequences generate, such a step
-takes `reading_s` at most, or 2.5 times what it takes without if that is more, for many readers are
-slow by themselves; a chunk alone never takes more than `reading_s`. What readers lose to chunks they
-are owed: steps without chunks come in between, so that they keep a share of the speed they would
-have alone. A prompt's first tokens go ahead on credit, so that many who come at once are all
+A step with a chunk of a prompt takes longer than one without. While sequences generate, such a
+step takes `reading_s` at most, or 2.5 times what it takes without if that is more, for many readers
+are slow by themselves; a chunk alone never takes more than `reading_s`. What readers lose to chunks
+they are owed: steps without chunks come in between, so that they keep a share of the speed they
+would have alone. A prompt's first tokens go ahead on credit, so that many who come at once are all
 answered soon; what comes behind them waits until nothing is owed. When nobody generates, `alone_s`
 bounds a step: whoever leaves or comes is noticed between steps.
 """

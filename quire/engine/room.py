@@ -15,6 +15,7 @@ computing its tokens again would make others of them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from enum import IntEnum
 
@@ -56,6 +57,8 @@ class Room:
         self._active = active  # in order of arrival
         self._seconds_per_token = seconds_per_token
         self._spared: Collection[str] = ()
+        self.held: Counter[str] = Counter()
+        """Checkpoints whose pages somebody reads: those stay here."""
         self._things = (prefix.evict_one, drafts, arrays)
         self.counts = dict.fromkeys(
             ("parked", "recomputed", "brought back", "marks and prefixes parked"), 0
@@ -102,7 +105,8 @@ class Room:
     def _from_marks(self, needy: Sequence | None) -> bool:
         """Moves what a mark or a pinned prefix alone holds to a tier; then what they share."""
         saved = self._memory.checkpoints.by_name.values()
-        marks = [one.name for one in saved if not one.cached and one.name not in self._spared]
+        spared = {*self._spared, *self.held}
+        marks = [one.name for one in saved if not one.cached and one.name not in spared]
         marks += self._prefix.index.pinned_names
         if any(map(self.park_checkpoint, marks)):
             return True
