@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
+import sys
 import time
+from bisect import bisect_left
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,37 +16,13 @@ from typing import Any
 import httpx
 
 WORDS = Path(__file__).parents[1].joinpath("tests/data/models/validation.txt").read_text().split()
-_EVENT = "data: {"
+_EVENT = re.compile(rb"data: (\{.*\})\r?\n")
 
 
 def prompt(n_words: int, seed: int) -> str:
     """Some text of the corpus."""
     at = random.Random(seed).randrange(len(WORDS) - n_words)
     return " ".join(WORDS[at : at + n_words])
-
-
-def client(url: str) -> httpx.AsyncClient:
-    """For many connections at once."""
-    limits = httpx.Limits(max_connections=200)
-    return httpx.AsyncClient(base_url=url, timeout=600, limits=limits)
-
-
-class Stream:
-    """When each token of one request came."""
-
-    def __init__(self) -> None:
-        self.asked = time.perf_counter()
-        self.times: list[float] = []
-
-    @property
-    def first(self) -> float:
-        """Seconds until the first token."""
-        return self.times[0] - self.asked if self.times else float("inf")
-
-    @property
-    def gaps(self) -> list[float]:
-        """Seconds between tokens."""
-        return [b - a for a, b in pairwise(self.times)]
 
 
 def body(text: str, tokens: int, stream: bool = True) -> dict[str, Any]:
@@ -54,22 +33,83 @@ def body(text: str, tokens: int, stream: bool = True) -> dict[str, Any]:
     }  # fmt: skip
 
 
-async def ask(
-    http: httpx.AsyncClient, text: str, tokens: int, stream: Stream | None = None
-) -> Stream:
+class Stream(asyncio.Protocol):
+    """One streamed request, and when each of its tokens came.
+
+    What comes is only kept, and read when it is over: the client shares the processor with the
+    server, and is not what is measured.
+    """
+
+    def __init__(self, url: str, text: str, tokens: int) -> None:
+        data = json.dumps(body(text, tokens)).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {url}\r\nConnection: close\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        self._request = head.encode() + data
+        self._pieces: list[tuple[float, bytes]] = []
+        self._url = url
+        self.over = asyncio.get_running_loop().create_future()
+        self.asked = time.perf_counter()
+
+    async def run(self) -> Stream:
+        """Asks, and reads to the end; who is cancelled leaves."""
+        host, _, port = self._url.partition(":")
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.create_connection(lambda: self, host, int(port))
+        try:
+            await self.over
+        finally:
+            transport.abort()
+        assert self.times, self._whole[:400]
+        return self
+
+    def connection_made(self, transport: Any) -> None:
+        """Asks."""
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        """Something came."""
+        self._pieces.append((time.perf_counter(), data))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """That was all."""
+        if not self.over.done():
+            self.over.set_result(None)
+
+    @property
+    def _whole(self) -> bytes:
+        return b"".join(data for _, data in self._pieces)
+
+    @property
+    def times(self) -> list[float]:
+        """When each token with a text came."""
+        ends, at = [], 0
+        for _, data in self._pieces:
+            at += len(data)
+            ends.append(at)
+        found = []
+        for event in _EVENT.finditer(self._whole):
+            choices = json.loads(event[1]).get("choices")
+            if choices and choices[0].get("text"):
+                found.append(self._pieces[bisect_left(ends, event.end())][0])
+        return found
+
+    @property
+    def first(self) -> float:
+        """Seconds until the first token."""
+        return self.times[0] - self.asked
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between tokens."""
+        return [b - a for a, b in pairwise(self.times)]
+
+
+async def ask(url: str, text: str, tokens: int) -> Stream:
     """A streamed completion, to its end."""
-    stream = stream or Stream()
-    async with http.stream("POST", "/v1/completions", json=body(text, tokens)) as answer:
-        answer.raise_for_status()
-        async for line in answer.aiter_lines():
-            if line.startswith(_EVENT):
-                choices = json.loads(line[6:]).get("choices")
-                if choices and choices[0].get("text"):
-                    stream.times.append(time.perf_counter())
-    return stream
+    return await Stream(url, text, tokens).run()
 
 
-async def leave(asking: asyncio.Task[Stream]) -> None:
+async def leave(asking: asyncio.Task[Any]) -> None:
     """A client goes away."""
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
@@ -81,10 +121,10 @@ def p99(values: list[float]) -> float:
     return values[min(len(values) - 1, int(len(values) * 0.99))] if values else 0.0
 
 
-async def crowd(http: httpx.AsyncClient, clients: int, words: int, tokens: int) -> dict[str, float]:
+async def crowd(url: str, clients: int, words: int, tokens: int) -> dict[str, float]:
     """So many clients at once, each with a prompt of its own."""
     start = time.perf_counter()
-    asked = (ask(http, prompt(words, 1000 * clients + i), tokens) for i in range(clients))
+    asked = (ask(url, prompt(words, 1000 * clients + i), tokens) for i in range(clients))
     streams = await asyncio.gather(*asked)
     took = time.perf_counter() - start
     return {
@@ -94,15 +134,15 @@ async def crowd(http: httpx.AsyncClient, clients: int, words: int, tokens: int) 
     }
 
 
-async def beside_a_prompt(http: httpx.AsyncClient) -> dict[str, float]:
+async def beside_a_prompt(url: str) -> dict[str, float]:
     """A reader, alone and while somebody sends a prompt of 3,000 tokens."""
-    alone = await ask(http, prompt(20, 900), 100)
+    alone = await ask(url, prompt(20, 900), 100)
     speed = (len(alone.times) - 1) / (alone.times[-1] - alone.times[0])
-    stream = Stream()
-    reader = asyncio.create_task(ask(http, prompt(20, 901), 3000, stream))
+    stream = Stream(url, prompt(20, 901), 3000)
+    reader = asyncio.create_task(stream.run())
     await asyncio.sleep(0.4)
     start = time.perf_counter()
-    other = await ask(http, prompt(1950, 902), 1)
+    other = await ask(url, prompt(1950, 902), 1)
     end = start + other.first
     await leave(reader)
     during = [t for t in stream.times if start <= t <= end]
@@ -111,48 +151,57 @@ async def beside_a_prompt(http: httpx.AsyncClient) -> dict[str, float]:
     return {"longest_gap_s": max(gaps), "share_of_alone": share, "prompt_first_s": other.first}
 
 
-async def cached(http: httpx.AsyncClient) -> dict[str, float]:
+async def cached(url: str) -> dict[str, float]:
     """Sixteen clients whose prompts begin the same, which was computed before."""
     shared = prompt(600, 77)
-    cold = await ask(http, shared, 1)
+    cold = await ask(url, shared, 1)
     tails = (f"{shared} {prompt(8, 500 + i)}" for i in range(16))
-    streams = await asyncio.gather(*(ask(http, tail, 16) for tail in tails))
+    streams = await asyncio.gather(*(ask(url, tail, 16) for tail in tails))
     warm = p99([s.first for s in streams])
     return {"cold_first_s": cold.first, "cached_first_p99_s": warm, "ratio": warm / cold.first}
 
 
-async def after_leaving(http: httpx.AsyncClient) -> dict[str, float]:
+async def after_leaving(url: str) -> dict[str, float]:
     """A newcomer right after eight others left in the middle."""
-    others = [asyncio.create_task(ask(http, prompt(300, 600 + i), 200)) for i in range(8)]
+    others = [asyncio.create_task(ask(url, prompt(300, 600 + i), 200)) for i in range(8)]
     await asyncio.sleep(1.0)
     await asyncio.gather(*(leave(one) for one in others))
-    stream = await ask(http, prompt(20, 700), 4)
+    stream = await ask(url, prompt(20, 700), 4)
     return {"newcomer_first_s": stream.first}
 
 
-async def beside_a_peer(url: str, clients: list[int], tokens: int) -> dict[str, Any]:
-    """What is asked of every server."""
-    async with client(url) as http:
-        await ask(http, "Hello", 4)
-        found: dict[str, Any] = {}
-        for n in clients:
-            found[f"{n} clients"] = await crowd(http, n, 100, tokens)
-        found["beside a prompt"] = await beside_a_prompt(http)
-        found["cached prefix"] = await cached(http)
-        found["after 8 left"] = await after_leaving(http)
+async def beside_a_peer(url: str, tokens: int) -> dict[str, Any]:
+    """What is asked of every server; told as it comes, since it takes a while."""
+    found: dict[str, Any] = {}
+    phases: dict[str, Any] = {
+        "8 clients": lambda: crowd(url, 8, 100, tokens),
+        "beside a prompt": lambda: beside_a_prompt(url),
+        "after 8 left": lambda: after_leaving(url),
+        "cached prefix": lambda: cached(url),
+        "32 clients": lambda: crowd(url, 32, 100, tokens),
+    }
+    await ask(url, "Hello", 8)
+    for name, measured in phases.items():
+        found[name] = await measured()
+        told = ", ".join(f"{figure} {value:.3f}" for figure, value in found[name].items())
+        print(f"  {name}: {told}", file=sys.stderr, flush=True)
     return found
 
 
 # -- what only Quire is asked -------------------------------------------------------------------
 
 
+def client(url: str) -> httpx.AsyncClient:
+    """For requests that are not streamed."""
+    return httpx.AsyncClient(base_url=f"http://{url}", timeout=60)
+
+
 async def streams16(url: str, pid: int) -> dict[str, float]:
     """Sixteen streams, and the processor time that the event loop takes for each token."""
-    async with client(url) as http:
-        await crowd(http, 2, 5, 8)
-        before = _thread_s(pid)
-        found = await crowd(http, 16, 20, 96)
-        used = _thread_s(pid) - before
+    await crowd(url, 2, 5, 8)
+    before = _thread_s(pid)
+    found = await crowd(url, 16, 20, 96)
+    used = _thread_s(pid) - before
     return {**found, "event_loop_us": used / (16 * 96) * 1e6}
 
 
@@ -165,13 +214,15 @@ async def leaving(url: str) -> dict[str, float]:
     """Seconds until nothing is computed any more after a client left, by what it waited for."""
     async with client(url) as http:
         cases = {
-            "prompt": (body(prompt(1950, 800), 4), 0.3),
+            "prompt": (body(prompt(1950, 800), 4), 0.2),
             "stream": (body(prompt(20, 801), 2000), 0.5),
             "unstreamed": (body(prompt(20, 802), 2000, stream=False), 0.5),
         }
         found = {}
         for name, (asked, after) in cases.items():
             task = asyncio.create_task(http.post("/v1/completions", json=asked))
+            while not await _busy(http):
+                await asyncio.sleep(0.005)
             await asyncio.sleep(after)
             assert await _busy(http), f"{name}: nothing ran when the client left"
             task.cancel()
@@ -193,9 +244,9 @@ async def _until_idle(http: httpx.AsyncClient) -> float:
 async def full(url: str) -> dict[str, float]:
     """A server that answers one and lets one wait: refusals, and leaving the queue."""
     async with client(url) as http:
-        first = asyncio.create_task(ask(http, prompt(20, 810), 2000))
+        first = asyncio.create_task(ask(url, prompt(20, 810), 2000))
         await asyncio.sleep(0.3)
-        second = asyncio.create_task(ask(http, prompt(20, 811), 2000))
+        second = asyncio.create_task(ask(url, prompt(20, 811), 2000))
         await asyncio.sleep(0.1)
         refusals = []
         for _ in range(20):
@@ -222,11 +273,10 @@ async def _waiting(http: httpx.AsyncClient) -> bool:
 
 async def drained(url: str, end: Any) -> bool:
     """Whether a stream comes to its end although the server is told to end."""
-    async with client(url) as http:
-        stream = Stream()
-        asking = asyncio.create_task(ask(http, prompt(20, 820), 120, stream))
-        while len(stream.times) < 5:
-            await asyncio.sleep(0.01)
-        end()
-        await asking
-        return len(stream.times) >= 118  # a token may have no text of its own
+    stream = Stream(url, prompt(20, 820), 120)
+    asking = asyncio.create_task(stream.run())
+    while len(stream.times) < 5:
+        await asyncio.sleep(0.01)
+    end()
+    await asking
+    return len(stream.times) >= 118  # a token may have no text of its own
