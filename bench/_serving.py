@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from _machine import Watch
 
 WORDS = Path(__file__).parents[1].joinpath("tests/data/models/validation.txt").read_text().split()
 _EVENT = re.compile(rb"data: (\{.*\})\r?\n")
@@ -170,8 +171,11 @@ async def after_leaving(url: str) -> dict[str, float]:
     return {"newcomer_first_s": stream.first}
 
 
-async def beside_a_peer(url: str, tokens: int) -> dict[str, Any]:
-    """What is asked of every server; told as it comes, since it takes a while."""
+async def beside_a_peer(url: str, tokens: int, pid: int) -> dict[str, Any]:
+    """What is asked of every server; told as it comes, since it takes a while.
+
+    `others` is the share of the machine that other programs took meanwhile.
+    """
     found: dict[str, Any] = {}
     phases: dict[str, Any] = {
         "8 clients": lambda: crowd(url, 8, 100, tokens),
@@ -182,7 +186,8 @@ async def beside_a_peer(url: str, tokens: int) -> dict[str, Any]:
     }
     await ask(url, "Hello", 8)
     for name, measured in phases.items():
-        found[name] = await measured()
+        watch = Watch([pid])
+        found[name] = {**await measured(), "others": watch.read()[1]}
         told = ", ".join(f"{figure} {value:.3f}" for figure, value in found[name].items())
         print(f"  {name}: {told}", file=sys.stderr, flush=True)
     return found

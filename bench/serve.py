@@ -22,6 +22,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from _machine import Quiet
 from _serving import beside_a_peer, drained, full, leaving, prompt, streams16
 
 _BATCH = """
@@ -98,6 +99,8 @@ class Row(NamedTuple):
     peer: float | None
     target: float
     """The most it may be; below 0, the least without the sign."""
+    disturbed: bool = False
+    """Whether other programs computed meanwhile."""
 
     @property
     def met(self) -> bool:
@@ -111,7 +114,7 @@ class Row(NamedTuple):
             peer, ratio = f"{self.peer:.3f}", f"{most:.1f} x"
         sign = ">=" if self.target < 0 else "<="
         told = f"{sign} {abs(self.target):.3g}"
-        mark = "" if self.met else "  MISSED"
+        mark = ("" if self.met else "  MISSED") + ("  ?" if self.disturbed else "")
         return f"{self.what:46}{self.quire:10.3f}{peer:>14}{ratio:>9}{told:>10}{mark}"
 
 
@@ -121,8 +124,10 @@ def rows(found: dict[str, Any]) -> list[Row]:
     made: list[Row] = []
 
     def row(what: str, phase: str, figure: str, target: float) -> None:
-        peer = theirs[phase][figure] if theirs and phase in theirs else None
-        made.append(Row(what, ours[phase][figure], peer, target))
+        both = [server[phase] for server in found.values() if phase in server]
+        peer = both[1][figure] if len(both) > 1 else None
+        disturbed = any(one.get("others", 0) > Quiet.LIMIT for one in both)
+        made.append(Row(what, both[0][figure], peer, target, disturbed))
 
     for phase in ("8 clients", "32 clients"):
         most = theirs[phase]["first_p99_s"] / 8 if theirs else inf
@@ -170,7 +175,7 @@ def main() -> None:
         commands["llama-server"] = [*theirs, *args.llama_args.split()]
     for name, command in commands.items():
         with running(command) as server:
-            asked = beside_a_peer(server.url, args.tokens)
+            asked = beside_a_peer(server.url, args.tokens, server.process.pid)
             found[name] = {"ready_s": server.ready_s, **asyncio.run(asked)}
     if not args.peer_only:
         found["quire"] |= quire_alone(model, args.threads, serve)
