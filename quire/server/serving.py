@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,8 +31,6 @@ HEAD_S = 20.0
 BODY_S = 50.0
 """Seconds in which its body has to come."""
 _MOST_HEAD = 64 << 10
-_TURN_S = 0.0005
-"""Seconds that a thread runs Python while another waits: a step waits often, for a moment each."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -183,7 +180,6 @@ def make(settings: ServeSettings) -> Server:
 def serve(settings: ServeSettings, ready: Callable[[str], None] = lambda url: None) -> None:
     """Serves until it is told to end; `ready` hears where, once requests are taken."""
     log_to_stderr()
-    sys.setswitchinterval(_TURN_S)
     server = make(settings)
     with _listening(settings) as sock:
         address = replace(settings, port=sock.getsockname()[1])
