@@ -169,19 +169,23 @@ def main() -> None:
     found: dict[str, Any] = {}
     cli = [sys.executable, "-c", "from quire.cli import main; main()"]
     serve = [*cli, "serve", "-m", model, "-t", str(args.threads)]
-    commands = {} if args.peer_only else {"quire": serve}
+    if not args.peer_only:
+        found["quire"] = beside(serve, args.tokens) | quire_alone(model, args.threads, serve)
     if args.llama_server:
         theirs = [args.llama_server, "-m", model, "-t", str(args.threads)]
-        commands["llama-server"] = [*theirs, *args.llama_args.split()]
-    for name, command in commands.items():
-        with running(command) as server:
-            asked = beside_a_peer(server.url, args.tokens, server.process.pid)
-            found[name] = {"ready_s": server.ready_s, **asyncio.run(asked)}
+        found["llama-server"] = beside([*theirs, *args.llama_args.split()], args.tokens)
     if not args.peer_only:
-        found["quire"] |= quire_alone(model, args.threads, serve)
         print(f"{'':46}{'quire':>10}{'llama-server':>14}{'':>9}{'target':>10}")
         print(*rows(found), sep="\n")
     print(json.dumps(found))
+
+
+def beside(command: list[str], tokens: int) -> dict[str, Any]:
+    """What every server is asked."""
+    print(Path(command[0]).name, *command[-4:], file=sys.stderr)
+    with running(command) as server:
+        asked = beside_a_peer(server.url, tokens, server.process.pid)
+        return {"ready_s": server.ready_s, **asyncio.run(asked)}
 
 
 def _default_model() -> Path:
