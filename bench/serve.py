@@ -1,9 +1,9 @@
 """What people who use a server feel: first tokens, gaps, speed; beside llama-server if wanted.
 
-    python bench/serve.py [-m MODEL.gguf] [--llama-server BINARY] [--clients 8 32]
+    python bench/serve.py [-m MODEL.gguf] [--llama-server BINARY] [--llama-args "-np 8 …"]
 
 Starts `quire serve` (and llama-server) on this machine, asks both the same, one after the other,
-and prints a table. Ends with one JSON line.
+and prints a table with ratios and targets. Ends with one JSON line.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import random
 import socket
 import subprocess
 import sys
@@ -19,191 +18,181 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
+from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import httpx
+from _machine import Quiet
+from _serving import beside_a_peer, drained, full, leaving, prompt, streams16
 
-WORDS = Path(__file__).parents[1].joinpath("tests/data/models/validation.txt").read_text().split()
-
-
-def prompt(n_words: int, seed: int) -> str:
-    """Some text of the corpus."""
-    at = random.Random(seed).randrange(len(WORDS) - n_words)
-    return " ".join(WORDS[at : at + n_words])
-
-
-class Stream:
-    """When each token of one request came."""
-
-    def __init__(self) -> None:
-        self.asked = time.perf_counter()
-        self.times: list[float] = []
-
-    @property
-    def first(self) -> float:
-        return self.times[0] - self.asked if self.times else float("inf")
-
-    @property
-    def gaps(self) -> list[float]:
-        return [b - a for a, b in pairwise(self.times)]
+_BATCH = """
+import json, sys, time
+import quire
+model, threads, tokens, *prompts = json.loads(sys.stdin.read())
+llm = quire.load(model, threads=threads)
+llm.generate(["Once", "Twice"], max_tokens=8, ignore_eos=True)
+start = time.perf_counter()
+done = llm.generate(prompts, max_tokens=tokens, temperature=0, ignore_eos=True)
+print(sum(len(d.token_ids) for d in done) / (time.perf_counter() - start))
+"""
 
 
-async def ask(
-    http: httpx.AsyncClient, text: str, tokens: int, stream: Stream | None = None
-) -> Stream:
-    """A streamed completion."""
-    stream = stream or Stream()
-    body = {
-        "prompt": text, "max_tokens": tokens, "n_predict": tokens, "temperature": 0,
-        "stream": True, "ignore_eos": True,
-    }  # fmt: skip
-    async with http.stream("POST", "/v1/completions", json=body) as answer:
-        answer.raise_for_status()
-        async for line in answer.aiter_lines():
-            if line.startswith("data: {"):
-                choices = json.loads(line[6:]).get("choices")
-                if choices and choices[0].get("text"):
-                    stream.times.append(time.perf_counter())
-    return stream
+class Server(NamedTuple):
+    """One that runs."""
 
-
-def p99(values: list[float]) -> float:
-    values = sorted(values)
-    return values[min(len(values) - 1, int(len(values) * 0.99))] if values else 0.0
-
-
-async def crowd(http: httpx.AsyncClient, clients: int, seed: int) -> dict[str, float]:
-    """So many clients, each with a prompt of its own."""
-    start = time.perf_counter()
-    asked = (ask(http, prompt(100, seed + i), 64) for i in range(clients))
-    streams = await asyncio.gather(*asked)
-    took = time.perf_counter() - start
-    gaps = [gap for stream in streams for gap in stream.gaps]
-    return {
-        "first_p99_s": p99([s.first for s in streams]),
-        "tokens_per_s": sum(len(s.times) for s in streams) / took,
-        "gap_p99_s": p99(gaps),
-    }
-
-
-async def beside_a_prompt(http: httpx.AsyncClient) -> dict[str, float]:
-    """A reader, alone and while somebody sends a long prompt."""
-    alone = await ask(http, prompt(20, 900), 100)
-    speed = (len(alone.times) - 1) / (alone.times[-1] - alone.times[0])
-    stream = Stream()
-    reader = asyncio.create_task(ask(http, prompt(20, 901), 4000, stream))
-    await asyncio.sleep(0.4)
-    start = time.perf_counter()
-    other = await ask(http, prompt(2100, 902), 1)
-    end = start + other.first
-    reader.cancel()
-    await asyncio.gather(reader, return_exceptions=True)
-    during = [t for t in stream.times if start <= t <= end]
-    gaps = [b - a for a, b in pairwise(during)]
-    share = len(during) / (end - start) / speed
-    return {"longest_gap_s": max(gaps), "share_of_alone": share, "prompt_first_s": other.first}
-
-
-async def cached(http: httpx.AsyncClient) -> dict[str, float]:
-    """Sixteen clients whose prompts begin the same, which was computed before."""
-    shared = prompt(600, 77)
-    cold = await ask(http, shared, 1)
-    streams = await asyncio.gather(
-        *(ask(http, f"{shared} {prompt(8, 500 + i)}", 16) for i in range(16))
-    )
-    warm = p99([s.first for s in streams])
-    return {"cold_first_s": cold.first, "cached_first_p99_s": warm, "ratio": warm / cold.first}
-
-
-async def after_leaving(http: httpx.AsyncClient) -> dict[str, float]:
-    """A newcomer right after eight others left in the middle."""
-    others = [asyncio.create_task(ask(http, prompt(300, 600 + i), 200)) for i in range(8)]
-    await asyncio.sleep(1.0)
-    for one in others:
-        one.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
-    stream = await ask(http, prompt(20, 700), 4)
-    return {"newcomer_first_s": stream.first}
-
-
-async def measure(url: str, clients: list[int]) -> dict[str, Any]:
-    """All of it, against one server."""
-    limits = httpx.Limits(max_connections=200)
-    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
-        await ask(http, "Hello", 4)
-        found: dict[str, Any] = {}
-        for n in clients:
-            found[f"{n} clients"] = await crowd(http, n, 1000 * n)
-        found["beside a prompt"] = await beside_a_prompt(http)
-        found["cached prefix"] = await cached(http)
-        found["after 8 left"] = await after_leaving(http)
-    return found
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return int(listening.getsockname()[1])
+    url: str
+    process: subprocess.Popen[bytes]
+    ready_s: float
 
 
 @contextmanager
-def running(command: list[str], url: str) -> Iterator[None]:
+def running(command: list[str]) -> Iterator[Server]:
     """A server, until the block is left."""
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    url = f"127.0.0.1:{port}"
+    start = time.perf_counter()
+    process = subprocess.Popen(
+        [*command, "--port", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
-        deadline = time.monotonic() + 120
-        while True:
-            try:
-                urllib.request.urlopen(f"{url}/health", timeout=2).read()
-                break
-            except OSError:
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise SystemExit(f"{command[0]} does not start") from None
-                time.sleep(0.02)
-        yield
+        while not _healthy(url):
+            if process.poll() is not None or time.perf_counter() > start + 120:
+                raise SystemExit(f"{command[0]} does not start")
+            time.sleep(0.01)
+        yield Server(url, process, time.perf_counter() - start)
     finally:
         process.terminate()
         process.wait(60)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("-m", "--model", default="smollm2")
-    parser.add_argument("-t", "--threads", type=int, default=2)
-    parser.add_argument("--clients", type=int, nargs="+", default=[8, 32])
-    parser.add_argument("--llama-server", help="binary to compare with; needs -m FILE.gguf")
-    parser.add_argument("--llama-args", default="-np 8 -b 128", help="its better setting")
-    args = parser.parse_args()
+def _healthy(url: str) -> bool:
+    try:
+        urllib.request.urlopen(f"http://{url}/health", timeout=2).read()
+        return True
+    except OSError:
+        return False
+
+
+def quire_alone(model: str, threads: int, serve: list[str]) -> dict[str, Any]:
+    """What only Quire is asked: leaving, refusals, its own overhead, an orderly end."""
     found: dict[str, Any] = {}
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    ours = [sys.executable, "-c", "from quire.cli import main; main()", "serve", "-m", args.model]
-    started = time.perf_counter()
-    with running([*ours, "-t", str(args.threads), "--port", str(port)], url):
-        found["quire"] = {"ready_s": time.perf_counter() - started}
-        found["quire"] |= asyncio.run(measure(url, args.clients))
+    with running(serve) as server:
+        found["16 streams"] = asyncio.run(streams16(server.url, server.process.pid))
+        found["left"] = asyncio.run(leaving(server.url))
+    asked = json.dumps([model, threads, 96, *(prompt(20, 16000 + i) for i in range(16))])
+    command = [sys.executable, "-c", _BATCH]
+    batch = subprocess.run(command, input=asked, capture_output=True, text=True, check=True)
+    found["16 streams"]["in_process_per_s"] = float(batch.stdout)
+    with running([*serve, "--max-running", "1", "--max-queue", "1"]) as server:
+        found["full"] = asyncio.run(full(server.url))
+        done = asyncio.run(drained(server.url, server.process.terminate))
+        found["drained"] = {"complete": done, "exit": server.process.wait(60)}
+    return found
+
+
+class Row(NamedTuple):
+    """One line of the table."""
+
+    what: str
+    quire: float
+    peer: float | None
+    target: float
+    """The most it may be; below 0, the least without the sign."""
+    disturbed: bool = False
+    """Whether other programs computed meanwhile."""
+
+    @property
+    def met(self) -> bool:
+        """Whether the target is reached."""
+        return self.quire >= -self.target if self.target < 0 else self.quire <= self.target
+
+    def __str__(self) -> str:
+        peer, ratio = "", ""
+        if self.peer is not None:
+            most = max(self.quire, self.peer) / max(min(self.quire, self.peer), 1e-9)
+            peer, ratio = f"{self.peer:.3f}", f"{most:.1f} x"
+        sign = ">=" if self.target < 0 else "<="
+        told = f"{sign} {abs(self.target):.3g}"
+        mark = ("" if self.met else "  MISSED") + ("  ?" if self.disturbed else "")
+        return f"{self.what:46}{self.quire:10.3f}{peer:>14}{ratio:>9}{told:>10}{mark}"
+
+
+def rows(found: dict[str, Any]) -> list[Row]:
+    """The figures that were to be reached, those beside the peer first."""
+    ours, theirs = found["quire"], found.get("llama-server")
+    made: list[Row] = []
+
+    def row(what: str, phase: str, figure: str, target: float) -> None:
+        both = [server[phase] for server in found.values() if phase in server]
+        peer = both[1][figure] if len(both) > 1 else None
+        disturbed = any(one.get("others", 0) > Quiet.LIMIT for one in both)
+        made.append(Row(what, both[0][figure], peer, target, disturbed))
+
+    for phase in ("8 clients", "32 clients"):
+        most = theirs[phase]["first_p99_s"] / 8 if theirs else inf
+        row(f"{phase}, first token p99, s", phase, "first_p99_s", most)
+    for phase, times in (("8 clients", 5), ("32 clients", 8)):
+        least = times * theirs[phase]["tokens_per_s"] if theirs else 1
+        row(f"{phase}, tokens per second", phase, "tokens_per_s", -least)
+    row("8 clients, between tokens p99, s", "8 clients", "gap_p99_s", 0.06)
+    beside = "beside a prompt"
+    row("a reader's longest gap beside a prompt, s", beside, "longest_gap_s", 0.12)
+    row("its speed meanwhile, share of alone", beside, "share_of_alone", -0.4)
+    row("16 on a cached prefix, p99 by cold", "cached prefix", "ratio", 0.3)
+    row("newcomer after 8 left, first token, s", "after 8 left", "newcomer_first_s", 0.25)
+    for state in ours["left"]:
+        row(f"idle after a client left ({state}), s", "left", state, 0.3)
+    row("idle after a client left (queued), s", "full", "left_queue_s", 0.3)
+    row("a refusal, s", "full", "refusal_s", 0.01)
+    streams = ours["16 streams"]
+    share = streams["tokens_per_s"] / streams["in_process_per_s"]
+    made.append(Row("16 streams, by the same batch in process", share, None, -0.9))
+    made.append(Row("event loop, us per token", streams["event_loop_us"], None, 60))
+    made.append(Row("ready, s", ours["ready_s"], theirs and theirs["ready_s"], 1.5))
+    made.append(Row("exit when drained", ours["drained"]["exit"], None, 0))
+    made.append(Row("streams cut off by that", float(not ours["drained"]["complete"]), None, 0))
+    return made
+
+
+def main() -> None:
+    """Measures, prints the table and one JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("-m", "--model", help="a GGUF file; by default the default model")
+    parser.add_argument("-t", "--threads", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=64, help="of each client of a crowd")
+    parser.add_argument("--llama-server", help="binary to compare with")
+    parser.add_argument("--llama-args", default="-np 8 -b 128", help="its better setting")
+    parser.add_argument("--peer-only", action="store_true", help="try its settings")
+    args = parser.parse_args()
+    model = args.model or str(_default_model())
+    found: dict[str, Any] = {}
+    cli = [sys.executable, "-c", "from quire.cli import main; main()"]
+    serve = [*cli, "serve", "-m", model, "-t", str(args.threads)]
+    if not args.peer_only:
+        found["quire"] = beside(serve, args.tokens) | quire_alone(model, args.threads, serve)
     if args.llama_server:
-        port = free_port()
-        url = f"http://127.0.0.1:{port}"
-        theirs = [args.llama_server, "-m", args.model, "-t", str(args.threads), "--port", str(port)]
-        with running([*theirs, *args.llama_args.split()], url):
-            found["llama-server"] = asyncio.run(measure(url, args.clients))
-    table(found)
+        theirs = [args.llama_server, "-m", model, "-t", str(args.threads)]
+        found["llama-server"] = beside([*theirs, *args.llama_args.split()], args.tokens)
+    if not args.peer_only:
+        print(f"{'':46}{'quire':>10}{'llama-server':>14}{'':>9}{'target':>10}")
+        print(*rows(found), sep="\n")
     print(json.dumps(found))
 
 
-def table(found: dict[str, Any]) -> None:
-    """One row for each figure, one column for each server."""
-    print(f"{'':36}" + "".join(f"{name:>16}" for name in found))
-    first = next(iter(found.values()))
-    for what, figures in first.items():
-        if not isinstance(figures, dict):
-            print(f"{what:36}{figures:16.3f}")
-            continue
-        for figure in figures:
-            values = [server.get(what, {}).get(figure, float("nan")) for server in found.values()]
-            print(f"{what + ', ' + figure:36}" + "".join(f"{v:16.3f}" for v in values))
+def beside(command: list[str], tokens: int) -> dict[str, Any]:
+    """What every server is asked."""
+    print(Path(command[0]).name, *command[-4:], file=sys.stderr)
+    with running(command) as server:
+        asked = beside_a_peer(server.url, tokens, server.process.pid)
+        return {"ready_s": server.ready_s, **asyncio.run(asked)}
+
+
+def _default_model() -> Path:
+    from quire.config import cache_folder
+    from quire.weights import pull
+
+    return pull.resolve("smollm2", cache_folder())
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from contextlib import suppress
 from copy import deepcopy
 from functools import partial
 from html import escape
+from threading import RLock
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import numpy as np
@@ -22,7 +23,7 @@ from quire.api.stream import AsyncStream, Stream, end_soon, off_the_loop
 from quire.engine.loop import Job, Work
 from quire.engine.request import Request
 from quire.engine.sequence import Mark, Sequence
-from quire.engine.session_file import save_session
+from quire.engine.session_file import Saving
 from quire.errors import QuireError, RequestError
 from quire.types import Completion, Constraint, Sampling, SamplingFields, shortened
 
@@ -48,6 +49,7 @@ class Session(Marked):
         self._llm = llm
         self.notes: dict[str, Any] = dict(notes or {})
         """Whatever a program wants to find again in a saved session; plain JSON."""
+        self._saving = RLock()
         self._end = Ending(llm.loop, sequence, self._marks)
         llm.loop.when_gone(self, self._end)
 
@@ -229,9 +231,19 @@ class Session(Marked):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes all of it to a file, marks too; `llm.open` goes on from it without computing."""
         model, where = self._llm.fingerprint, path_of(path)
-        self._loop.call(
-            lambda: save_session(where, self._engine, model, self._live(), self._marks, self.notes)
-        )
+        loop = self._loop
+
+        def begin() -> Saving:
+            made = Saving(self._engine, model, self._live(), self._marks, self.notes)
+            loop.when_gone(made, made.let_go)
+            return made
+
+        with self._saving:  # of two that save, the later one's file stays
+            saving = loop.call(begin)
+            try:
+                saving.write(where, lambda: loop.call(saving.check))
+            finally:
+                loop.call(saving.let_go)
 
     def close(self) -> None:
         """Gives its pages back; marks made in it go too."""

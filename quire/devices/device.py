@@ -95,7 +95,7 @@ class Backing(ABC):
 
     @abstractmethod
     def read(self, pages: Ids) -> list[Bytes]:
-        """The bytes of pages on the host, to read; valid until memory changes."""
+        """The bytes of pages on the host, to read; valid while somebody holds these pages."""
 
     @abstractmethod
     def writing(self, pages: Ids) -> AbstractContextManager[list[Bytes]]:

@@ -54,6 +54,19 @@ class History:
         else:
             self.memory.checkpoint_delete(mark.checkpoint)
 
+    def hold(self, sequence: Sequence, marks: Collection[Mark]) -> list[Mark]:
+        """Keeps a sequence and some marks as they are, with their pages here."""
+        held = [self.mark(sequence, ""), *marks]
+        self.share(marks)
+        self.room.held.update(mark.checkpoint for mark in held)
+        return held
+
+    def let_go(self, held: Collection[Mark]) -> None:
+        """They may go again."""
+        self.room.held -= Counter(mark.checkpoint for mark in held)
+        for mark in held:
+            self.drop(mark)
+
     def check_mark(self, mark: Mark) -> None:
         """Refuses a mark that memory does not hold."""
         if mark.memory is not self.memory:

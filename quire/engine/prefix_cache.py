@@ -27,12 +27,12 @@ class PrefixCache:
     def enter(self, sequence: Sequence, others: Iterable[Sequence]) -> None:
         """A new sequence takes what is known of its prompt, or waits for who is computing it.
 
-        The last token is always computed, for its logits.
+        Waiting has to save a page's tokens. The last token is always computed, for its logits.
         """
         busy = [o for o in others if o.salt == sequence.salt and o.pending > 1 and _can_share(o)]
         shared = [(_in_common(sequence, other), other) for other in busy]
         length, source = max(shared, key=lambda found: found[0], default=(0, sequence))
-        if length >= self.index.page_tokens and length > source.computed:
+        if length >= source.computed + self.index.page_tokens:
             sequence.wait_for(source, length)
         else:
             self.adopt(sequence)

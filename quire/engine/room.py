@@ -16,6 +16,7 @@ computing its tokens again would make others of them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from enum import IntEnum
 
@@ -60,6 +61,8 @@ class Room:
         self._spared: Collection[str] = ()
         self.lend: Lend = self.free_for_others
         """How others on the same budget ask for something of this."""
+        self.held: Counter[str] = Counter()
+        """Checkpoints whose pages somebody reads: those stay here."""
         self._things = (prefix.evict_one, drafts, arrays)
         self.counts = dict.fromkeys(
             ("parked", "recomputed", "brought back", "marks and prefixes parked"), 0
@@ -115,7 +118,8 @@ class Room:
     def _from_marks(self, needy: Sequence | None) -> bool:
         """Moves what a mark or a pinned prefix alone holds to a tier; then what they share."""
         saved = self._memory.checkpoints.by_name.values()
-        marks = [one.name for one in saved if not one.cached and one.name not in self._spared]
+        spared = {*self._spared, *self.held}
+        marks = [one.name for one in saved if not one.cached and one.name not in spared]
         marks += self._prefix.index.pinned_names
         if any(map(self.park_checkpoint, marks)):
             return True

@@ -69,6 +69,7 @@ class Scheduler:
             going = []
         room = self.max_tokens - len(entries)
         if prompts:
+            prompts = self._let_in(prompts, len(going))
             room = min(room, len(going) + self._prompt_room(len(going)))
         for sequence in going + self.turns.in_order(prompts):
             if room <= 0:
@@ -82,6 +83,13 @@ class Scheduler:
         if returning:
             self._bring_back(returning, entries, counts, back, fits)
         return Plan(entries, counts, back=back, unready=unready)
+
+    def _let_in(self, prompts: list[Sequence], going: int) -> list[Sequence]:
+        """The prompts that may have a chunk now."""
+        pace = self.pace
+        if pace is None or not going:
+            return prompts
+        return [one for one in prompts if pace.lets(one.computed - one.cached)]
 
     def _prompt_room(self, going: int) -> int:
         """Tokens of prompts that a step may have beside so many that generate."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -16,41 +17,71 @@ from quire.engine.room import Rank
 from quire.engine.sequence import Mark, Record, Sequence
 from quire.errors import OutOfMemory, RequestError, SessionFileError
 from quire.files import replace_file
-from quire.memory.saved.types import Extra, Found, StateRead
+from quire.memory.saved.types import Extra, Found, StateFlags, StateRead
+from quire.memory.saved.write import state_image
 from quire.memory.tokens import Tokens
 
 _FIELDS = {"computed", "salt", "edited", "marks", "notes", "arithmetic"}
 _MARK_FIELDS = {"name", "checkpoint", "computed", "edited"}
 
 
-def save_session(
-    path: str | os.PathLike[str], engine: Engine, model: str, sequence: Sequence,
-    marks: Mapping[str, Mark], notes: Mapping[str, Any],
-) -> None:  # fmt: skip
-    """Writes a session; the old file stays until the new one is complete."""
-    engine.check_open()
-    engine.ensure_resident(sequence)
-    together = {mark.checkpoint for mark in marks.values()}
-    for mark in marks.values():
-        engine.history.bring_back(mark, sequence, together)
-    arrays: dict[str, NDArray[Any]] = {}
-    facts = _told(sequence.record(), arrays, "")
-    told = []
-    for i, mark in enumerate(marks.values()):
-        place = _told(mark.record, arrays, f"mark {i} ")
-        del place["salt"]  # a session's marks are of its salt
-        told.append({"name": mark.name, "checkpoint": mark.checkpoint, **place})
-    facts["arithmetic"] = engine.runner.model.arithmetic if sequence.exact else "several"
-    extra = Extra({**facts, "marks": told, "notes": _written(notes)}, arrays)
-    names = [mark.checkpoint for mark in marks.values()]
+class Saving:
+    """A session that is about to be written: what it holds now stays until it is let go of.
 
-    def write(file: BinaryIO) -> None:
-        engine.memory.state_write(file, sequence.id, checkpoints=names, model=model, extra=extra)
+    Made and let go of on the loop; written from any thread, while everybody goes on.
+    """
 
-    try:
-        replace_file(Path(path), write)
-    except OSError as error:
-        raise SessionFileError(f"{path}: cannot be saved: {error.strerror}") from error
+    def __init__(
+        self, engine: Engine, model: str, sequence: Sequence, marks: Mapping[str, Mark],
+        notes: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        engine.check_open()
+        written = _written(notes)
+        engine.ensure_resident(sequence)
+        together = {mark.checkpoint for mark in marks.values()}
+        for mark in marks.values():
+            engine.history.bring_back(mark, sequence, together)
+        arrays: dict[str, NDArray[Any]] = {}
+        facts = _told(sequence.record(), arrays, "")
+        told = []
+        for i, mark in enumerate(marks.values()):
+            place = _told(mark.record, arrays, f"mark {i} ")
+            del place["salt"]  # a session's marks are of its salt
+            told.append({"name": mark.name, "checkpoint": mark.checkpoint, **place})
+        facts["arithmetic"] = engine.runner.model.arithmetic if sequence.exact else "several"
+        extra = Extra({**facts, "marks": told, "notes": written}, arrays)
+        names = [mark.checkpoint for mark in marks.values()]
+        self._engine = engine
+        self._image = state_image(engine.memory, sequence.id, StateFlags.WHOLE, names, model, extra)
+        held = engine.history.hold(sequence, marks.values())
+        self.let_go = partial(_let_go, engine, held)
+        """It is written, or will not be; once is enough."""
+
+    def write(self, path: str | os.PathLike[str], confirm: Callable[[], None]) -> None:
+        """Writes it; the old file stays until the new one is complete.
+
+        `confirm` has `check` called on the loop, once all has been read.
+        """
+
+        def write(file: BinaryIO) -> None:
+            self._image.write(file)
+            confirm()
+
+        try:
+            replace_file(Path(path), write)
+        except OSError as error:
+            raise SessionFileError(f"{path}: cannot be saved: {error.strerror}") from error
+
+    def check(self) -> None:
+        """Refuses to keep what was written after the model was closed: its pages were gone."""
+        self._engine.check_open()
+
+
+def _let_go(engine: Engine, held: list[Mark]) -> None:
+    marks = held[:]
+    held.clear()
+    if not engine.closed:
+        engine.history.let_go(marks)
 
 
 def _written(notes: Mapping[str, Any]) -> str:

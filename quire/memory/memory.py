@@ -223,7 +223,7 @@ class Memory(Keeping):
 
         `model` says whose state it is. A partial state has no checkpoints.
         """
-        write.state_write(self, io, seq, flags, checkpoints, model, extra or Extra())
+        write.state_image(self, seq, flags, checkpoints, model, extra or Extra()).write(io)
 
     def state_read(
         self, io: BinaryIO, seq: int = -1, flags: StateFlags = StateFlags.WHOLE, *,

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,22 @@ def test_large_heads(rig: Rig) -> None:
     assert b" 431 " in got
     assert b" 400 " in raw(rig, b"\x16\x03\x01 this is no HTTP\r\n\r\n")
     assert rig.http.get("/health").is_success
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_streams_are_framed_as_their_client_reads_them(rig: Rig, version: str) -> None:
+    """One without a version that has chunks gets the body as it is, up to the end."""
+    body = json.dumps({"prompt": "a", "max_tokens": 5, "temperature": 0, "stream": True}).encode()
+    head = f"POST {COMPLETE} HTTP/{version}\r\nHost: localhost\r\nConnection: close\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", rig.port), timeout=10) as connection:
+        connection.sendall(head.encode() + body)
+        answer = HTTPResponse(connection)
+        answer.begin()
+        assert answer.chunked == (version == "1.1")
+        events = answer.read().split(b"\n\n")
+    assert events[-2:] == [b"data: [DONE]", b""]
+    assert all(event.startswith(b"data: {") for event in events[:-2])
 
 
 # -- prompts, constraints -----------------------------------------------------------------------

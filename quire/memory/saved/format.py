@@ -56,19 +56,36 @@ class Tensor:
         """Bytes of all pieces."""
         return sum(piece.nbytes for piece in self.pieces)
 
-    def digest(self) -> str:
-        """The checksum of all pieces."""
+    def write(self, io: BinaryIO) -> str:
+        """Writes all pieces; the checksum of what was written.
+
+        Each is copied before, since somebody may append to a page meanwhile, behind what is seen.
+        """
         whole = blake2b(digest_size=_DIGEST_BYTES)
         for piece in self.pieces:
-            whole.update(_raw(piece))
+            copied = bytes(_raw(piece))
+            whole.update(copied)
+            io.write(copied)
         return whole.hexdigest()
 
 
 def write_container(
     io: BinaryIO, metadata: Mapping[str, str], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Writes metadata and tensors; their bytes are read twice, once for the checksums."""
-    digests = {name: tensor.digest() for name, tensor in tensors.items()}
+    """Writes metadata and tensors; the header comes last, when all checksums are known."""
+    start = io.tell()
+    io.seek(len(_header(metadata, tensors, dict.fromkeys(tensors, _ZEROS.decode()))), 1)
+    digests = {name: tensor.write(io) for name, tensor in tensors.items()}
+    end = io.tell()
+    io.seek(start)
+    io.write(_header(metadata, tensors, digests))
+    io.seek(end)
+
+
+def _header(
+    metadata: Mapping[str, str], tensors: Mapping[str, Tensor], digests: Mapping[str, str]
+) -> bytes:
+    """The length and the header; as long whatever the digests are."""
     header: dict[str, object] = {
         "__metadata__": {"checksum": _ZEROS.decode(), **metadata, "digests": json.dumps(digests)}
     }
@@ -87,10 +104,7 @@ def write_container(
     assert raw.startswith(_START + _ZEROS)
     length = len(raw).to_bytes(8, "little")
     rest = raw[len(_START) + len(_ZEROS) :]
-    io.write(length + _START + _header_checksum(length, rest) + rest)
-    for tensor in tensors.values():
-        for piece in tensor.pieces:
-            io.write(_raw(piece))
+    return length + _START + _header_checksum(length, rest) + rest
 
 
 def _header_checksum(length: bytes, rest: bytes) -> bytes:

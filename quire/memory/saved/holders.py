@@ -48,7 +48,7 @@ class Held:
 
 
 class Snapshot:
-    """Takes down what is held; valid until memory changes, for pages are not copied."""
+    """Takes down what is held; valid while somebody holds it, for pages are not copied."""
 
     def __init__(self, groups: Sequence[AnyGroup], left_out: Sequence[AnyGroup]) -> None:
         self._groups = groups

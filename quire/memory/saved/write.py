@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from io import BytesIO
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, BinaryIO
@@ -19,10 +20,25 @@ if TYPE_CHECKING:
     from quire.memory.memory import Memory
 
 
-def state_write(
-    memory: Memory, io: BinaryIO, seq: int, flags: StateFlags, checkpoints: Sequence[str],
-    model: str, extra: Extra,
-) -> None:  # fmt: skip
+@dataclass(frozen=True)
+class Image:
+    """Saved state that is ready to be written, from any thread.
+
+    Pages are not copied: it is good as long as somebody holds them.
+    """
+
+    metadata: dict[str, str]
+    tensors: dict[str, Tensor]
+
+    def write(self, io: BinaryIO) -> None:
+        """Writes it; `state_read` reads it."""
+        write_container(io, self.metadata, self.tensors)
+
+
+def state_image(
+    memory: Memory, seq: int, flags: StateFlags, checkpoints: Sequence[str], model: str,
+    extra: Extra,
+) -> Image:  # fmt: skip
     """A sequence and the checkpoints named; or (-1) all sequences and checkpoints."""
     memory.check_idle()
     snapshot = Snapshot(*split_groups(memory.groups, flags))
@@ -37,7 +53,7 @@ def state_write(
     for name in every if seq < 0 else checkpoints:
         _add_checkpoint(memory, snapshot, name)
     kind = "memory" if seq < 0 else "sequence"
-    _write(memory, io, kind, flags, snapshot, model, extra)
+    return _image(memory, kind, flags, snapshot, model, extra)
 
 
 def checkpoint_to_bytes(memory: Memory, name: str, model: str) -> bytes:
@@ -47,7 +63,7 @@ def checkpoint_to_bytes(memory: Memory, name: str, model: str) -> bytes:
     snapshot = Snapshot(memory.groups, ())
     _add_checkpoint(memory, snapshot, name)
     out = BytesIO()
-    _write(memory, out, "checkpoint", StateFlags.WHOLE, snapshot, model, Extra())
+    _image(memory, "checkpoint", StateFlags.WHOLE, snapshot, model, Extra()).write(out)
     memory.checkpoints.timings["to_bytes"].add(perf_counter_ns() - start)
     return out.getvalue()
 
@@ -59,10 +75,9 @@ def _add_checkpoint(memory: Memory, snapshot: Snapshot, name: str) -> None:
     snapshot.add_checkpoint(name, saved.seq, memory.by_group(saved.tables))
 
 
-def _write(
-    memory: Memory, io: BinaryIO, kind: str, flags: StateFlags, snapshot: Snapshot, model: str,
-    extra: Extra,
-) -> None:  # fmt: skip
+def _image(
+    memory: Memory, kind: str, flags: StateFlags, snapshot: Snapshot, model: str, extra: Extra
+) -> Image:
     metadata = {
         "format": FORMAT,
         "version": str(VERSION),
@@ -80,4 +95,4 @@ def _write(
     for pool in pools_of(split_groups(memory.groups, flags)[0]):
         pages = snapshot.pages(pool)
         tensors[PAGES + pool.name] = Tensor((len(pages), pool.page_bytes), pages, "U8")
-    write_container(io, metadata, tensors)
+    return Image(metadata, tensors)

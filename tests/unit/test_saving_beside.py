@@ -1,0 +1,173 @@
+"""A session is written while everybody goes on: what the file has is what was there when asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event, Thread
+from typing import BinaryIO
+
+import pytest
+
+import quire
+from quire.errors import QuireError, RequestError
+from quire.memory.saved.write import Image
+from tests import tiny
+from tests.model_folders import RANDOM, TRAINED, model_folder
+
+TEXT = (Path(__file__).parents[1] / "data" / "models" / "validation.txt").read_text()
+SOON_S = 60
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    tiny.write(made, tiny.Tiny(context=256, tied=False))
+    return made
+
+
+def greedy(session: quire.Session, n: int = 24) -> list[int]:
+    return list(session.generate(max_tokens=n, temperature=0, ignore_eos=True).token_ids)
+
+
+class Writing(Thread):
+    """Saves a session in a thread of its own."""
+
+    def __init__(self, session: quire.Session, where: Path) -> None:
+        super().__init__(daemon=True)
+        self.session, self.where = session, where
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self.session.save(self.where)
+        except BaseException as error:
+            self.error = error
+
+
+@contextmanager
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Event, Event]]:
+    """Whoever writes says so, and waits in the middle until it may go on."""
+    begun, go_on = Event(), Event()
+    write = Image.write
+
+    def slowly(self: Image, io: BinaryIO) -> None:
+        begun.set()
+        assert go_on.wait(SOON_S)
+        write(self, io)
+
+    monkeypatch.setattr(Image, "write", slowly)
+    yield begun, go_on
+    go_on.set()
+
+
+@pytest.mark.parametrize("name", [*TRAINED, *RANDOM])
+def test_everybody_goes_on_while_a_session_is_written(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = tmp_path / "story.quire"
+    with quire.load(model_folder(name, tmp_path)) as llm:
+        tokens = llm.encode(TEXT)
+        with llm.session() as session, llm.session() as other:
+            session.append(tokens[:90])
+            mark = session.checkpoint("there")
+            greedy(session, 11)
+            held, expected = session.tokens, greedy(session.fork(), 40)
+            other.append(tokens[200:260])
+            wanted = greedy(other.fork())
+            with slow_disk(monkeypatch) as (begun, go_on):
+                writing = Writing(session, where)
+                writing.start()
+                assert begun.wait(SOON_S)
+                assert greedy(other) == wanted  # on the loop that would wait for the disk
+                greedy(session, 30)  # its last page fills up
+                session.rewind(mark)
+                session.drop(mark)
+                session.append(tokens[300:350])
+                session.close()
+                other.append(tokens[400:480])  # takes pages that are free
+                llm.memory.audit()
+                go_on.set()
+                writing.join(SOON_S)
+            assert writing.error is None
+        kept = llm.engine.memory.checkpoints.by_name.values()
+        assert all(one.cached for one in kept) and not llm.engine.room.held
+        with llm.open(where) as again:
+            assert again.tokens == held
+            assert greedy(again, 40) == expected
+            again.rewind("there")
+            assert again.tokens == held[:90]
+        llm.memory.audit()
+
+
+def test_pages_that_are_written_stay_when_memory_is_short(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = tmp_path / "story.quire"
+    with quire.load(path, kv_cache_tokens=192, n_ctx=192, swap_space="8MiB") as llm:
+        tokens = llm.encode(TEXT)
+        session = llm.session().append(tokens[:64])
+        session.checkpoint("there")
+        session.append(tokens[64:96])
+        expected = greedy(session.fork(), 20)
+        with slow_disk(monkeypatch) as (begun, go_on):
+            writing = Writing(session, where)
+            writing.start()
+            assert begun.wait(SOON_S)
+            session.close()
+            with llm.session() as other:  # all that is left, and more than that is refused
+                other.append(tokens[200:290])
+                with pytest.raises(QuireError):
+                    other.append(tokens[290:380])
+                llm.memory.audit()
+            go_on.set()
+            writing.join(SOON_S)
+        assert writing.error is None
+        with llm.session() as other:  # what was held is free again
+            other.append(tokens[200:380])
+        with llm.open(where) as again:
+            assert greedy(again, 20) == expected
+        llm.memory.audit()
+
+
+def test_a_model_that_is_closed_meanwhile_leaves_the_old_file(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = tmp_path / "story.quire"
+    with quire.load(path) as llm:
+        session = llm.session().append("The old one")
+        session.save(where)
+        before = where.read_bytes()
+        session.append(" and more")
+        with slow_disk(monkeypatch) as (begun, go_on):
+            writing = Writing(session, where)
+            writing.start()
+            assert begun.wait(SOON_S)
+            llm.close()
+            go_on.set()
+            writing.join(SOON_S)
+    assert isinstance(writing.error, RequestError) and "closed" in str(writing.error)
+    assert where.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [where]
+
+
+def test_of_two_that_save_the_later_one_stays(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = tmp_path / "story.quire"
+    with quire.load(path) as llm, llm.session() as session:
+        session.append("one")
+        with slow_disk(monkeypatch) as (begun, go_on):
+            first = Writing(session, where)
+            first.start()
+            assert begun.wait(SOON_S)
+            session.append(" two")
+            second = Writing(session, where)
+            second.start()
+            go_on.set()
+            first.join(SOON_S)
+            second.join(SOON_S)
+        assert first.error is None and second.error is None
+        with llm.open(where) as again:
+            assert again.tokens == session.tokens
