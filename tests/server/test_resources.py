@@ -55,7 +55,7 @@ def test_several_models_on_one_budget(tmp_path: Path) -> None:
         assert names(rig)["tiny-hybrid"]
         rig.http.delete("/v1/sessions/s")
         until(lambda: not names(rig)["tiny-hybrid"])
-        assert whole[0].used == 0
+        until(lambda: whole[0].used == 0)  # it is not loaded from when it begins to go
         assert rig.complete("It was", 4, model="tiny-hybrid")["choices"] == first["choices"]
 
 
