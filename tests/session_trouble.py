@@ -82,7 +82,7 @@ class Trouble:
     def _by_failing(self) -> Iterator[None]:
         """The nth call of something below the engine fails."""
         engine, rng = self._llm.engine, self._rng
-        (disk,) = engine.tiers.tiers
+        disk = engine.tiers.tiers[-1]  # a GPU has pinned memory before it
         places: list[tuple[Any, str, list[type[Exception]]]] = [
             (engine.runner, "run", [Injected, Refused]),
             (engine.runner, "run", [Injected, Refused]),
@@ -92,7 +92,8 @@ class Trouble:
             (disk, "load", [TierError]),
         ]
         if steps := engine.runner.steps:  # then layers run there, and tokens are read late
-            places += 2 * [(steps, way, [Injected, Refused]) for way in ("run", "read")]
+            ways = [way for way in ("run", "read") if hasattr(steps, way)]
+            places += 2 * [(steps, way, [Injected, Refused]) for way in ways]
         owner, name, errors = rng.choice(places)
         late = name == "run" and rng.random() < 0.5
         real, error = getattr(owner, name), rng.choice(errors)("injected")
