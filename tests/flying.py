@@ -30,13 +30,13 @@ class Late:
 
 
 class HostSteps:
-    """Whole steps on the host."""
+    """Whole steps on the host, or what follows the first layers."""
 
     seconds_per_token = 0.0
     replayed = False
 
-    def __init__(self, device: HostDevice, model: Any) -> None:
-        self._device, self._model, self._ops = device, model, device.ops
+    def __init__(self, device: HostDevice, model: Any, first: int) -> None:
+        self._device, self._model, self._ops, self._first = device, model, device.ops, first
         self._last: Int32 = np.empty(0, np.int32)
         self._logits: Array | None = None
         self.followed = 0
@@ -44,7 +44,7 @@ class HostSteps:
 
     def run(
         self, tokens: Int32, positions: Int32, seq_rows: Int32, views: Mapping[str, Any],
-        rows: Int32, draws: Draws, sources: Int32 | None,
+        rows: Int32, draws: Draws, sources: Int32 | None, x: Array | None = None,
     ) -> tuple[Array, Drawn] | None:  # fmt: skip
         """One step; what the last one left is overwritten."""
         if self._logits is not None:
@@ -58,8 +58,8 @@ class HostSteps:
             for name, view in views.items()
         }
         batch = Batch(tokens, positions, groups)
-        x = self._model.embed(batch)
-        x = self._model.run(x, batch, 0, self._model.n_layers)
+        x = self._model.embed(batch) if x is None else x
+        x = self._model.run(x, batch, self._first, self._model.n_layers)
         self._logits = logits = self._model.logits(self._ops.take_rows(x, rows))
         self._last = np.full(len(rows), -1, np.int32)
         for row, draw in enumerate(draws):
@@ -85,8 +85,8 @@ def flying(monkeypatch: pytest.MonkeyPatch) -> list[HostSteps]:
     """Every model that is loaded on the host runs whole steps by itself; the list has them."""
     made: list[HostSteps] = []
 
-    def steps(self: HostDevice, model: Any) -> HostSteps:
-        made.append(HostSteps(self, model))
+    def steps(self: HostDevice, model: Any, first: int = 0) -> HostSteps:
+        made.append(HostSteps(self, model, first))
         return made[-1]
 
     monkeypatch.setattr(HostDevice, "steps", steps)

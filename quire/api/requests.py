@@ -101,7 +101,7 @@ class Requests(Texts):
     def matcher(self, request: Request) -> Matcher | None:
         """A request's constraint, compiled."""
         constraint = request.constraint
-        if isinstance(constraint, Grammar):
+        if isinstance(constraint, Grammar) and isinstance(constraint.text, str):
             constraint = Grammar(as_lark(constraint.text))
         return None if constraint is None else self.engine.constrainer.compile(constraint)
 

@@ -215,9 +215,10 @@ class Clients(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "llm"):
             return
-        for handle in self.held.values():
+        while self.held:
+            _, handle = self.held.popitem()
             (handle.stream if isinstance(handle, Reading) else handle).close()
-        self.held.clear()
+            del handle  # a stream keeps the session that it reads of
         gc.collect()
         self.llm.forget()
         self.llm.memory.audit()
