@@ -726,10 +726,11 @@ class KindMachine(RuleBasedStateMachine):
                 held = {int(p) for t in tables for p in group.held_pages(pool, t)[0]}
                 held |= kept_pages(self.memory, pool)
                 assert held == set(pool.live_pages.tolist())
+                idle = spare + pool.spare  # which a GPU takes before they are needed
                 # At most two granules per run of pages are rounding.
-                runs = (np.diff(pool.live_pages) > 1).sum() + 1 + spare
+                runs = (np.diff(pool.live_pages) > 1).sum() + 1 + idle
                 edges = 2 * pool.commitment.granularity * runs
-                assert pool.committed <= (pool.used + spare) * pool.page_bytes + edges
+                assert pool.committed <= (pool.used + idle) * pool.page_bytes + edges
                 assert pool.used or not pool.committed
             if (window := window_of(group)) is not None:
                 for seq in (seq for seq, past in self.seqs.items() if past.plain):
