@@ -67,7 +67,7 @@ def _room_of_one(engine: Engine, limits: Mapping[Budget, int], settings: Context
     def left(device: Device) -> int:
         budget = device.budget.whole
         pages = sum(pool.committed for pool in engine.memory.pools if pool.device is device)
-        return limits.get(budget, budget.limit) - (budget.used - pages)
+        return max(limits.get(budget, budget.limit) - (budget.used - pages), 0)
 
     running = max((one.length + 1 for one in engine.scheduler.active), default=1)
     asked = " and ".join(f"{limit:,}" for limit in limits.values())

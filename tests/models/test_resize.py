@@ -114,6 +114,8 @@ def test_what_goes_first(tmp_path: Path) -> None:
         assert found["parked"] == 1 and session.sequence.status.value == "parked" and pages
         with pytest.raises(BudgetError, match=r"cannot become .* leaves too little .* takes"):
             llm.resize(weights + 10)
+        with pytest.raises(BudgetError, match=r" 0 bytes are left"):
+            llm.resize(10)
         with pytest.raises(RequestError):
             llm.resize("little")
         with pytest.raises(BudgetError, match="more than"):
