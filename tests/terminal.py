@@ -20,6 +20,12 @@ _ESCAPES = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07]*\x07|[()][A-Z0-9]
 PASTE = ("\x1b[200~", "\x1b[201~")
 
 
+def _like_a_shell() -> None:
+    """The terminal is the child's, and Ctrl-C reaches it, though tests run in the background."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Terminal:
     """Runs `quire`, or another program of Python's, with these words; a context manager."""
 
@@ -32,7 +38,7 @@ class Terminal:
         self.process = subprocess.Popen(
             [sys.executable, *program, *words], stdin=slave, stdout=slave, stderr=slave,
             start_new_session=True, env={**os.environ, "TERM": "xterm", **(env or {})},
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=_like_a_shell,
         )  # fmt: skip
         os.close(slave)
         self.raw = ""
