@@ -7,7 +7,9 @@
     formats.py     matrices.py    weights, as kernels read them
     multiply.py few.py launch.py many.py   which kernel a product takes
     attend_native.py prompts.py   how attention of one token, and of prompts, is cut and launched
+    paged.py       what attention is made of: kinds of rows, layers, a step's pages
     recurrent_rows.py recur_native.py   which kernel a recurrent layer takes
+    drawing.py     how a token is drawn, cuts and chance
     copies.py      pages to the host and back, beside the kernels
     steps.py       stage.py       whole steps as graphs, and what passes to and from them
     nvrtc.py       CUDA C++, compiled and launched
