@@ -1,8 +1,9 @@
 """Random sessions on a GPU for some minutes: drafts, aborts, forks, files, too little memory.
 
 After every round the conservation laws must hold, the budget may not be passed, by its own count
-or by what the driver says is gone, and what is mapped must stay flat: the last third of the rounds
-may not hold more than the first third did at its most. Prints a line now and then and one of JSON.
+or by what the driver says this process holds, and what is mapped must stay flat: the last third of
+the rounds may not hold more than the first third did at its most. In the end no page is in use.
+Prints a line for each model and one of JSON.
 
     python bench/soak_cuda.py MODEL_FOLDER … [--minutes 10] [--budget 512MiB] [--seed 0]
 """
@@ -12,7 +13,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import random
+import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -117,13 +120,22 @@ class User:
             self.sessions.pop(self.rng.randrange(len(self.sessions))).close()
 
 
+def held_bytes() -> int:
+    """What the driver says this process holds of GPUs, whatever others do there."""
+    ask = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    lines = subprocess.run(ask, capture_output=True, text=True, check=True).stdout.splitlines()
+    mine = [line.split(",")[1] for line in lines if int(line.split(",")[0]) == os.getpid()]
+    return sum(int(mib) << 20 for mib in mine)
+
+
 def soak(folder: Path, minutes: float, budget: str, seed: int) -> dict[str, Any]:
     """Rounds on one model until the time is over."""
     import torch
 
     torch.cuda.init()
     torch.zeros(1, device="cuda")
-    free = torch.cuda.mem_get_info()[0]
+    before = held_bytes()
+    assert before, "the driver does not tell what a process holds here"
     held: list[int] = []
     with quire.load(folder, device="cuda", memory_budget=budget) as llm:
         with tempfile.TemporaryDirectory() as scratch:
@@ -135,13 +147,15 @@ def soak(folder: Path, minutes: float, budget: str, seed: int) -> dict[str, Any]
                 llm.memory.audit()
                 used, limit = llm.budget.used, llm.budget.limit
                 assert used <= limit, f"{used:,} of {limit:,} bytes"
-                gone = free - torch.cuda.mem_get_info()[0]
-                assert gone <= limit + SLACK, f"the driver misses {gone:,} bytes of {limit:,}"
+                gone = held_bytes() - before
+                assert gone <= limit + SLACK, f"{gone:,} bytes by the driver, of {limit:,}"
                 held.append(gone)
             for session in user.sessions:
                 session.close()
         llm.forget()
         llm.memory.audit()
+        left = {name: of["pages_used"] for name, of in llm.memory.as_dict()["stats"].items()}
+        assert not any(left.values()), f"pages in use at the end: {left}"
     third = max(len(held) // 3, 1)
     first, last = max(held[:third]), max(held[-third:])
     assert last <= first + SLACK // 4, f"{first:,} bytes at first, {last:,} at last"

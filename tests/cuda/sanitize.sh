@@ -21,13 +21,16 @@ done
 small="(matches_the_reference or change_no_bit or many_folds or padding or filled_up or every_type \
 or parts_of_several or norms_gates or test_experts or types or windows or holes or turned or moved \
 or draws or penalties or logprobs or cuts or places or stored_already or fills_a_graph) and not large"
-for tool in ${TOOLS:-memcheck racecheck}; do
-    for name in ${FILES:-recurrent attention decode products sampling}; do
+tools="${TOOLS:-memcheck racecheck}" names="${FILES:-recurrent attention decode products sampling}"
+for tool in $tools; do
+    for name in $names; do
         check "$tool" "$name" python3 -m pytest -q -x -p no:cacheprovider \
             "tests/cuda/test_cuda_$name.py" -k "$small" &
     done
-    wait
-    for name in ${FILES:-recurrent attention decode products sampling}; do
+done
+wait
+for tool in $tools; do
+    for name in $names; do
         log="$out/$tool-$name.log"
         found=$(grep "ERROR SUMMARY\|RACECHECK SUMMARY" "$log" | tail -n 1)
         echo "$tool $name: $(grep -E "passed|failed|error" "$log" | tail -n 1) ${found#=========}"
