@@ -24,6 +24,7 @@ from quire.api.session import Session
 from quire.api.texts import tokenizer_of
 from quire.devices.budget import Budget
 from quire.devices.device import Device
+from quire.engine.aside import Reading
 from quire.engine.constrain import Constrainer
 from quire.engine.engine import Engine
 from quire.engine.loop import Loop
@@ -40,6 +41,7 @@ from quire.memory.prefix.index import PrefixIndex
 from quire.memory.tiers.tiers import DiskTier, Tier, Tiers
 from quire.models.loader import ProgressFn
 from quire.models.registry import architecture_of, open_weights
+from quire.ops import Array
 from quire.placement.plan import Plan
 from quire.weights.defaults import chat_sampling_of, pooling_of
 
@@ -165,11 +167,12 @@ class LLM(Generating):
         ids = self.tokens_of(ids)
         self.engine.check_tokens(0, ids)
         out = np.empty((len(ids), self.model.n_vocab), np.float32)
-        with self.session() as scratch:
-            step = self.engine.scheduler.max_tokens
-            for at in range(0, len(ids), step):
-                read = partial(self.engine.read, scratch.sequence, ids[at : at + step])
-                out[at : at + step] = self.loop.call(read)
+
+        def take(at: int, count: int, logits: Array) -> None:
+            out[at : at + count] = self.ops.numpy(logits)
+
+        most = self.engine.scheduler.max_tokens
+        self.loop.beside(lambda: Reading(self.engine, ids, most, take))
         return out
 
     def session(self, cache_salt: str = "") -> Session:

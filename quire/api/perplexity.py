@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.api.llm import LLM
+from quire.engine.aside import Reading
 from quire.errors import RequestError
+from quire.ops import Array
 
 _ROWS = 128  # tokens whose logits are held at a time
 
@@ -78,16 +79,17 @@ def _told(surprises: NDArray[np.float64], chunks: int, of: int) -> Perplexity:
 
 def _surprises(llm: LLM, chunk: Seq[int], start: int) -> NDArray[np.float64]:
     """-log p of the tokens behind `start`, each from all before it."""
-    found = []
-    with llm.session() as scratch:
-        for at in range(0, len(chunk) - 1, _ROWS):
-            some = chunk[at : min(at + _ROWS, len(chunk) - 1)]
-            logits = llm.loop.call(partial(llm.engine.read, scratch.sequence, some))
-            skip = max(start - at, 0)
-            if skip < len(some):
-                wanted = chunk[at + skip + 1 : at + len(some) + 1]
-                found.append(surprise(logits[skip:].astype(np.float64), wanted))
-    return np.concatenate(found)
+    found = np.zeros(len(chunk) - 1)
+
+    def take(at: int, count: int, logits: Array) -> None:
+        skip = max(start - at, 0)
+        if skip < count:
+            wanted = chunk[at + skip + 1 : at + count + 1]
+            rows = llm.ops.numpy(logits)[skip:].astype(np.float64)
+            found[at + skip : at + count] = surprise(rows, wanted)
+
+    llm.loop.beside(lambda: Reading(llm.engine, chunk[:-1], _ROWS, take))
+    return found[start:]
 
 
 def surprise(logits: NDArray[np.float64], tokens: Seq[int]) -> NDArray[np.float64]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -12,7 +11,6 @@ from numpy.typing import NDArray
 from quire.api.requests import Requests
 from quire.api.texts import Prompt, is_batch
 from quire.engine.embedding import Embedding
-from quire.engine.waiting import NAP
 from quire.errors import RequestError
 from quire.types import POOLINGS, Pooling
 
@@ -38,16 +36,8 @@ class Vectors(Requests):
         `pooling` is "last", "mean" or "cls" (the first token), by default as the model's files
         say. With `normalize` all have the length 1, so that a product of two is their cosine.
         """
-        work = self.embedding(texts, pooling)
-        seat = self.loop.seat
-        seat.check_process()
-        with self.loop.aside:
-            try:
-                while not work.done:
-                    if not self.loop.call(work.step) and not seat.turn(self.loop):
-                        time.sleep(NAP)  # somebody else drives those who have to end first
-            finally:
-                self.loop.call(work.close)
+        embedding = self.embedding(texts, pooling)
+        work = self.loop.beside(lambda: embedding)
         return unit(work.vectors) if normalize else work.vectors
 
     def embedding(self, texts: Prompt | Seq[Prompt], pooling: Pooling | None = None) -> Embedding:

@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.engine.aside import LEAST
 from quire.engine.engine import Engine
 from quire.engine.room import Rank
 from quire.engine.runner import for_callers
@@ -17,8 +18,6 @@ from quire.engine.sequence import LOST, PARKED, Sequence
 from quire.memory.batch import SeqTokens
 from quire.memory.groups.layout import Int32
 from quire.types import Pooling
-
-_LEAST = 16
 
 
 @dataclass
@@ -31,8 +30,7 @@ class _Text:
 class Embedding:
     """Some texts on their way through the layers, a step's worth of tokens at a time.
 
-    They give way to whatever else needs room, and start over then; so there is one at a time
-    (`Loop.aside`).
+    They give way to whatever else needs room, and start over then.
     """
 
     def __init__(self, engine: Engine, texts: Seq[Int32], pooling: Pooling) -> None:
@@ -112,9 +110,7 @@ class Embedding:
         """How many tokens a step may have, as if they were any prompt's."""
         scheduler = self._engine.scheduler
         most, pace = scheduler.max_tokens, scheduler.pace
-        return (
-            most if pace is None else max(pace.prompt_tokens(len(scheduler.active), most), _LEAST)
-        )
+        return most if pace is None else max(pace.prompt_tokens(len(scheduler.active), most), LEAST)
 
     def _begin(self, number: int, tokens: Int32) -> None:
         sequence = self._engine.new_sequence()

@@ -12,17 +12,20 @@ from threading import Lock
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
+from quire.engine.aside import Aside
 from quire.engine.constrain import Matcher
 from quire.engine.engine import Engine
 from quire.engine.generation import Transcript
 from quire.engine.request import Request
 from quire.engine.seat import Ref, Seat
 from quire.engine.sequence import Sequence
+from quire.engine.waiting import NAP
 from quire.errors import QuireError, RequestError
 from quire.memory.stats import Footprint
 from quire.types import FinishReason, StepOutput, TokenLogprob
 
 T = TypeVar("T")
+A = TypeVar("A", bound=Aside)
 
 
 class Work:
@@ -132,8 +135,7 @@ class Loop:
     def __init__(self, engine: Engine, seat: Seat | None = None) -> None:
         self.engine = engine
         self.seat = seat or Seat()
-        self.aside = Lock()
-        """Held by whoever computes between the steps of others, outside of the scheduler."""
+        self._aside = Lock()
         self._work: WeakValueDictionary[int, Work] = WeakValueDictionary()
         self._closing = False
 
@@ -163,6 +165,23 @@ class Loop:
         for work in list(self._work.values()):
             self.end(work)
         self.engine.close()
+
+    def beside(self, make: Callable[[], A]) -> A:
+        """Computes something between the steps of others, from its beginning to its end.
+
+        One at a time: they give way to whatever needs room, and so would never end together.
+        """
+        made: list[A] = []
+        self.seat.check_process()
+        with self._aside:
+            try:
+                self.call(lambda: made.append(make()))
+                while not made[0].done:
+                    if not self.call(made[0].step) and not self.seat.turn(self):
+                        time.sleep(NAP)  # somebody else drives those who have to end first
+            finally:
+                self.call(lambda: [one.close() for one in made])
+        return made[0]
 
     # -- work on sequences: these are called on the loop ------------------------------------------
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 import numpy as np
-from numpy.typing import NDArray
 
 from quire.engine.compute import ComputeBudget
 from quire.engine.drafting import Drafting
 from quire.engine.history import History
 from quire.engine.prefix_cache import PrefixCache
 from quire.engine.room import Rank, Room
-from quire.engine.runner import Runner, for_callers
+from quire.engine.runner import Runner
 from quire.engine.scheduler import Scheduler
 from quire.engine.sequence import PARKED, Sequence, check_whole
 from quire.errors import BudgetError, ContextError, RequestError, TierError
-from quire.memory.batch import SeqTokens
 from quire.memory.groups.layout import Int32
 from quire.memory.memory import Memory
 from quire.memory.tiers.tiers import Tiers
@@ -135,23 +133,6 @@ class Sequences:
         """Ends what a sequence is doing; it keeps its tokens."""
         self.scheduler.remove(sequence)
         sequence.end_generation()
-
-    def read(self, sequence: Sequence, tokens: Seq[int]) -> NDArray[np.float32]:
-        """Logits after each of some tokens behind those a sequence was given here, in one pass.
-
-        They count as none of its own: it is of no use for anything else.
-        """
-        self.check_open()
-        part = np.array(tokens, np.int32)
-        if not len(part):
-            return np.empty((0, self.n_vocab), np.float32)
-        self.make_room(sequence, len(part))  # where it cannot, memory says best why
-        with for_callers(), self.memory.reserve([SeqTokens(sequence.id, part)]) as lease:
-            rows = np.arange(len(part), dtype=np.int32)
-            logits = self.ops.numpy(self.runner.forward_rows(lease, rows)).copy()
-            lease.commit({sequence.id: len(part)})
-        self.compute.pay(self.room)
-        return logits
 
     def prompt_of(self, held: int, tokens: Seq[int]) -> Int32:
         """Tokens to come behind those that a sequence holds, checked."""

@@ -4,27 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
+from quire.engine.aside import Aside
 from quire.server.models import ServedModel
 
 _PAUSE_S = 0.02
 """Before room is looked for again."""
-
-
-class Aside(Protocol):
-    """Something that is computed step by step, on the loop."""
-
-    @property
-    def done(self) -> bool:
-        """Whether all of it is computed."""
-
-    def step(self) -> bool:
-        """Computes some of it; False where there is no room now."""
-
-    def close(self) -> None:
-        """Gives back what it holds; once is enough."""
-
 
 Work = TypeVar("Work", bound=Aside)
 

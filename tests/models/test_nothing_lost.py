@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 import quire
+from quire.api.perplexity import perplexity
 from quire.engine.loop import Loop
 from quire.engine.sequence import PARKED
 from quire.errors import OutOfMemory, QuireError, RequestError, SessionFileError, TierError
@@ -503,3 +505,25 @@ def test_a_pinned_prefix_that_is_parked_is_no_trap(path: Path, roomy: quire.LLM)
         s.close()
         wanted = roomy.generate([7] * 100, max_tokens=20, **GO).token_ids
         assert llm.generate([7] * 100, max_tokens=20, **GO).token_ids == wanted
+
+
+def test_reading_gives_way_and_fails_nobody(tmp_path: Path) -> None:
+    """Logits and perplexities of long texts beside long answers; there is room for one of them."""
+    tiny.write(tmp_path / "long.gguf", tiny.Tiny(context=1088))
+    ids, text = [3 + 7 * i % 240 for i in range(1000)], "abcdefgh" * 125
+    with quire.load(tmp_path / "long.gguf", kv_cache_tokens=1104, threads=1) as llm:
+
+        def answer(salt: str) -> list[int]:
+            return llm.generate(ids[:700], max_tokens=99, cache_salt=salt, **GO).token_ids
+
+        ways: list[Callable[[], Any]] = [
+            lambda: llm.logits(ids).tobytes(), lambda: perplexity(llm, text, 900).perplexity,
+        ]  # fmt: skip
+        ways = [*ways, *ways, partial(answer, "a"), partial(answer, "b")]
+        wanted = [way() for way in ways]
+        llm.forget()
+        with ThreadPoolExecutor(len(ways)) as pool:
+            assert [one.result() for one in [pool.submit(way) for way in ways]] == wanted
+        llm.forget()
+        llm.memory.audit()
+        assert llm.memory.as_dict()["stats"]["attention"]["pages_used"] == 0
