@@ -14,19 +14,53 @@ import pytest
 
 from quire.devices.device import Draws, Int32
 from quire.devices.host import HostDevice
-from quire.ops import Array, Drawn, Refused, Sampler
+from quire.ops import Array, Drawn, Float32, Ops, Refused
 from quire.ops.batch import Batch
+
+Report = tuple[float, Int32, Float32]
 
 
 class Late:
     """Tokens that were chosen, and who has them until they are read."""
 
-    def __init__(self, steps: HostSteps, ids: Int32) -> None:
-        self._steps, self._ids = steps, ids
+    def __init__(self, steps: HostSteps, ids: Int32, reports: dict[int, Report]) -> None:
+        self._steps, self._ids, self._reports = steps, ids, reports
 
     def read(self) -> Int32:
         """They are there."""
         return self._steps.read(self._ids)
+
+    def logprobs(self, row: int, top: int) -> Report:
+        """What was told of a row."""
+        chosen, ids, values = self._reports[row]
+        return chosen, ids[:top], values[:top]
+
+
+def draw_all(
+    ops: Ops, logits: Array, draws: Draws, before: Int32 | None
+) -> tuple[Int32, dict[int, Report]]:
+    """A token for each row that wants one, and what is told of it; a device never fails.
+
+    `before` are the tokens that the step before drew for these rows, which no sampler has seen.
+    """
+    found, reports = np.full(len(draws), -1, np.int32), {}
+    for row, draw in enumerate(draws):
+        if draw is None:
+            continue
+        at = np.array([row], np.int32)
+        unseen = np.empty(0, np.int32) if before is None else before[row : row + 1].clip(0)
+        draw.sampler.observe(unseen)
+        try:
+            found[row] = ops.sample(logits, at, [draw.sampler], np.array([draw.uniform]))[0]
+        except Refused:
+            found[row] = -2 if np.isnan(ops.numpy(logits)[row]).any() else -1
+        finally:
+            draw.sampler.unobserve(unseen)
+        if draw.top is not None and found[row] >= 0:
+            one = ops.take_rows(logits, at)
+            chosen, ids, values = ops.logprobs(one, found[row : row + 1], draw.top)
+            reports[row] = float(chosen[0]), ids[0].copy(), values[0].copy()
+    return found, reports
 
 
 class HostSteps:
@@ -49,8 +83,10 @@ class HostSteps:
         """One step; what the last one left is overwritten."""
         if self._logits is not None:
             self._ops.numpy(self._logits)[:] = np.nan
+        before = None
         if sources is not None:
             self.followed += 1
+            before = self._last[sources[rows]]
             tokens = np.where(sources >= 0, self._last[sources], tokens).astype(np.int32)
             tokens = tokens.clip(0)  # where none was chosen, what follows is nobody's
         groups = {
@@ -61,23 +97,18 @@ class HostSteps:
         x = self._model.embed(batch) if x is None else x
         x = self._model.run(x, batch, self._first, self._model.n_layers)
         self._logits = logits = self._model.logits(self._ops.take_rows(x, rows))
-        self._last = np.full(len(rows), -1, np.int32)
-        for row, draw in enumerate(draws):
-            if draw is not None:
-                self._last[row] = self._drawn(logits, row, *draw)
-        return logits, Late(self, self._last)
+        self._last, reports = self.draw(logits, draws, before)
+        return logits, Late(self, self._last, reports)
 
     def read(self, ids: Int32) -> Int32:
         """What the host asks for late."""
         return ids
 
-    def _drawn(self, logits: Array, row: int, sampler: Sampler, uniform: float) -> int:
-        """A token; -1 where a row allows none, -2 where it is not numbers: a device never fails."""
-        try:
-            at = np.array([row], np.int32)
-            return int(self._ops.sample(logits, at, [sampler], np.array([uniform]))[0])
-        except Refused:
-            return -2 if np.isnan(self._ops.numpy(logits)[row]).any() else -1
+    def draw(
+        self, logits: Array, draws: Draws, before: Int32 | None
+    ) -> tuple[Int32, dict[int, Report]]:
+        """Tokens of all rows."""
+        return draw_all(self._ops, logits, draws, before)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from quire.devices.budget import Budget
 from quire.devices.copier import Copier
-from quire.ops import Array, Drawn, Ops, Sampler
+from quire.ops import Array, Draw, Drawn, Ops
 from quire.ops.batch import GroupPages
 
 Bytes = NDArray[np.uint8]
@@ -151,8 +151,8 @@ class Bound:
     """Where the pages of each of its pools start."""
 
 
-Draws = Sequence[tuple[Sampler, float] | None]
-"""By whom the token behind a row is chosen, and with which random number; None: nobody wants it."""
+Draws = Sequence[Draw | None]
+"""How the token behind each row is chosen; None: nobody wants it."""
 
 
 class Steps(Protocol):
@@ -172,8 +172,9 @@ class Steps(Protocol):
     ) -> tuple[Array, Drawn] | None:  # fmt: skip
         """Logits of rows, and the tokens that follow them; None where it has to be run plainly.
 
-        Logits are valid until the next step. A token with a source (not -1) is the one that the
-        step before chose for that row. x is what comes from layers that are elsewhere.
+        Logits are valid until the next step; where a draw edits those of its row, they may be
+        edited. A token with a source (not -1) is the one that the step before chose for that row,
+        and its sampler has not seen it yet. x is what comes from layers that are elsewhere.
         """
 
 

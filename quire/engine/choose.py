@@ -15,7 +15,7 @@ from quire.engine.generation import Generation
 from quire.engine.plan import Accepted, Entry
 from quire.engine.sequence import Sequence
 from quire.errors import ModelError, QuireError, RequestError
-from quire.ops import Array, Drawn, Ops, Refused
+from quire.ops import Array, Drawn, Float32, Int32, Ops, Refused
 from quire.types import TokenLogprob
 
 Wanted = tuple[Accepted, Generation, int]
@@ -45,7 +45,7 @@ def choose(
             one.logits = ops.numpy(last)[0].copy()
         elif drawn is not None and sequence.generation.plain:
             ids = ids or drawn.read().tolist()
-            take_drawn(one, sequence.generation, ids[row])
+            take_drawn(one, sequence.generation, ids[row], row, drawn)
         else:
             wanted.append((one, sequence.generation, row))
         row += 1
@@ -97,10 +97,15 @@ def take(
         one.error = RequestError(str(error))
 
 
-def take_drawn(one: Accepted, generation: Generation, token: int) -> None:
-    """A device has chosen a token, or says why it has not."""
+def take_drawn(
+    one: Accepted, generation: Generation, token: int, row: int, drawn: Drawn
+) -> None:  # fmt: skip
+    """A device has chosen a row's token, or says why it has not."""
     if token >= 0:
         one.tokens.append(token)
+        top = generation.sampling.logprobs
+        if top is not None:
+            one.logprobs.append(_told(token, *drawn.logprobs(row, top)))
         one.finish_reason = generation.take(token)
     else:
         one.error = _not_numbers() if token == -2 else RequestError("every token is excluded")
@@ -187,5 +192,8 @@ def logprob(ops: Ops, logits: Array, row: int, token: int, top: int) -> TokenLog
     """A token's log-probability in a row, with the `top` likeliest."""
     one = ops.take_rows(logits, np.array([row], np.int32))
     chosen, ids, values = ops.logprobs(one, np.array([token], np.int32), top)
-    pairs = tuple(zip(ids[0].tolist(), values[0].tolist(), strict=True))
-    return TokenLogprob(token, float(chosen[0]), pairs)
+    return _told(token, float(chosen[0]), ids[0], values[0])
+
+
+def _told(token: int, chosen: float, ids: Int32, values: Float32) -> TokenLogprob:
+    return TokenLogprob(token, chosen, tuple(zip(ids.tolist(), values.tolist(), strict=True)))

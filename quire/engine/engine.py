@@ -282,7 +282,7 @@ class Engine(Sequences):
         self.check_open()
         check_whole(sequence)
         prompt = self.prompt_of(sequence.length, request.tokens)
-        self._check_bias(request)
+        self._check_sampling(request)
         n_tokens = sequence.length + len(request.tokens)
         if not n_tokens:
             raise RequestError("there is nothing to continue: the prompt has no tokens")
@@ -323,12 +323,13 @@ class Engine(Sequences):
         sequence.count_cached(sequence.computed)
         self.prefix.track(sequence)
 
-    def _check_bias(self, request: Request) -> None:
+    def _check_sampling(self, request: Request) -> None:
+        has = f"the vocabulary has {self.n_vocab} tokens"
         for token in request.sampling.logit_bias:
             if token >= self.n_vocab:
-                raise RequestError(
-                    f"logit_bias names token {token}; the vocabulary has {self.n_vocab} tokens"
-                )
+                raise RequestError(f"logit_bias names token {token}; {has}")
+        if (request.sampling.logprobs or 0) > self.n_vocab:
+            raise RequestError(f"logprobs asks for {request.sampling.logprobs} tokens; {has}")
 
     # -- what drafters see ----------------------------------------------------------------------
 

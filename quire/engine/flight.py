@@ -3,9 +3,10 @@
     host     launch n+1   read n      launch n+2   read n+1
     device   ── step n ──▶ ──── step n+1 ────▶ ──── step n+2 ──▶
 
-Only plain decoding flies: one token of each sequence, chosen by its logits and chance alone. What
-ends a generation early is seen one step late; the token that was computed meanwhile is one of the
-sequence's own, and what follows it is dropped.
+One token of each sequence flies, if the device can choose it: by its logits, bias and penalties for
+what was said, and chance. What a constraint, a draft or a sampler of the host has a say in waits.
+What ends a generation early is seen one step late; the token that was computed meanwhile is one of
+the sequence's own, and what follows it is dropped.
 """
 
 from __future__ import annotations
@@ -63,10 +64,9 @@ class Flight:
 
     def land(self, accepted: list[Accepted]) -> None:
         """What follows each of those who still want it."""
-        for (sequence, generation), token in zip(
-            self.riders, self.drawn.read().tolist(), strict=True
-        ):
+        for row, token in enumerate(self.drawn.read().tolist()):
+            sequence, generation = self.riders[row]
             if sequence.generation is generation:
                 one = Accepted(sequence, 1)
                 accepted.append(one)
-                take_drawn(one, generation, token)
+                take_drawn(one, generation, token, row, self.drawn)

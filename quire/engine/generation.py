@@ -104,9 +104,11 @@ class Generation:
         self.random = sampling.temperature > 0
         self.on_host = sampling.on_host
         self.hidden = frozenset() if sampling.ignore_eos else rules.ids  # tokens without text
-        wants_more = drafter is not None or sampling.logprobs is not None or sampling.logit_bias
-        self.plain = not (wants_more or self.looks_back)
-        """Whether a device chooses its tokens by itself: by their logits and chance alone."""
+        self.plain = not (drafter or matcher or self.on_host)
+        """Whether a device chooses its tokens by itself: by logits, what was said, and chance."""
+        s = sampling
+        penalties = (s.repetition_penalty != 1, s.presence_penalty != 0, s.frequency_penalty != 0)
+        self._observes = self.on_host or any(penalties)
         self._watched = rules.text if rules.text and rules.text.watch else None
         seed = sampling.seed
         self._seed = int.from_bytes(os.urandom(8)) if seed is None else seed
@@ -119,14 +121,12 @@ class Generation:
     @property
     def looks_back(self) -> bool:
         """Whether a token's chances depend on the output before it, beyond the model's logits."""
-        s = self.sampling
-        penalties = (s.repetition_penalty != 1, s.presence_penalty != 0, s.frequency_penalty != 0)
-        return self.matcher is not None or self.on_host or any(penalties)
+        return self.matcher is not None or self._observes
 
     def take(self, token: int) -> FinishReason | None:
         """One more token; says whether it is the last one, and why."""
         self.token_ids.append(token)
-        if not self.plain:  # else nothing depends on it
+        if self._observes:
             self.sampler.observe(np.array([token], np.int32))
         if self.matcher and token not in self.rules.ids:
             self.matcher.consume(token)

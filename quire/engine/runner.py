@@ -15,7 +15,7 @@ from quire.errors import RequestError
 from quire.memory.batch import MicroBatch
 from quire.memory.lease import Lease
 from quire.models.registry import Model
-from quire.ops import Array, Drawn, Int32, Ops, Refused, Sampler
+from quire.ops import Array, Draw, Drawn, Int32, Ops, Refused
 from quire.ops.batch import Batch, cross
 
 _PROMPT = 32  # tokens of a step that tell how fast prompts are
@@ -85,7 +85,7 @@ class Runner:
         ubatch = lease.ubatch
         self._work(ubatch)
         ahead = 0 if sources is None else 1
-        draws: list[tuple[Sampler, float] | None] = []
+        draws: list[Draw | None] = []
         for entry in plan.entries:
             if entry.ends:
                 draws += [_draw(entry.sequence.generation, ahead)] * (1 + len(entry.draft))
@@ -184,8 +184,9 @@ class Runner:
             ubatch.work.clear()
 
 
-def _draw(generation: Generation | None, ahead: int) -> tuple[Sampler, float] | None:
+def _draw(generation: Generation | None, ahead: int) -> Draw | None:
     """How the token behind a row is chosen, where the device can do so."""
     if generation is None or not generation.plain:
         return None
-    return generation.sampler, generation.uniform(ahead) if generation.random else 0.0
+    uniform = generation.uniform(ahead) if generation.random else 0.0
+    return Draw(generation.sampler, uniform, generation.sampling.logprobs)

@@ -6,7 +6,7 @@ Models pass handles from one operation to the next and look at nothing but what 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NewType, Protocol
+from typing import NamedTuple, NewType, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,11 +91,23 @@ class Sampler(Protocol):
         """Takes back what was observed."""
 
 
+class Draw(NamedTuple):
+    """How the token behind a row is chosen: by whom, and with which random number."""
+
+    sampler: Sampler
+    uniform: float
+    top: int | None = None
+    """How many of the likeliest tokens are told beside it, all with log-probabilities."""
+
+
 class Drawn(Protocol):
     """Tokens that a step chooses on the device."""
 
     def read(self) -> Int32:
         """Waits for them; -1 where a row allows none, -2 where it is not numbers."""
+
+    def logprobs(self, row: int, top: int) -> tuple[float, Int32, Float32]:
+        """Of a row that asked for them, once they were read: of the token, and of the likeliest."""
 
 
 RopeHandle = NewType("RopeHandle", object)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from quire.ops import Refused
+from quire.ops import Draw, Refused
 from quire.ops.cuda import drawing as cuts
 from quire.ops.cuda.arrays import values_of
 from quire.ops.reference import sampling as plain
@@ -96,10 +96,12 @@ def test_cuts_leave_what_sorting_leaves(vocab: int) -> None:
         chosen = [settings[(row + turn) % 3] for row in range(len(x))]
         samplers = [sampler(cuda(), s) for s in chosen]
         machine, on_gpu = cuda().machine, values_of(cuda().array(x))
-        choice = cuts.Choice.of(samplers)
-        columns = cuts.columns_of([(one, 0.0) for one in samplers], choice, len(x))
-        rows = cuts.Rows(*(machine.upload(column) for column in columns))
-        edges = cuts.edges_of(machine, on_gpu, on_gpu.amax(1), choice, rows).cpu().numpy()
+        draws = [Draw(one, 0.0) for one in samplers]
+        choice = cuts.Choice.of(draws)
+        columns = cuts.columns_of(machine, draws, choice, len(x), vocab)
+        rows, _ = choice.given([machine.upload(column) for column in columns])
+        assert rows is not None
+        edges = cuts.edges_of(on_gpu, on_gpu.amax(1), choice, rows).cpu().numpy()
         bits = (x + 0.0).view(np.int32).astype(np.int64)
         places = np.where(bits < 0, -1 - bits, bits + 2**31)
         same = places == edges[:, :1]

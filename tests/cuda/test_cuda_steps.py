@@ -15,6 +15,7 @@ from quire.devices.host import HostDevice
 from quire.memory.batch import SeqTokens
 from quire.memory.build import build_memory
 from quire.models.registry import open_weights
+from quire.ops import Draw
 from quire.ops.cuda import steps
 from quire.ops.cuda.stage import DEPTH, Drawn, Stage
 from quire.placement.blueprint import Blueprint
@@ -73,7 +74,7 @@ class World:
                 groups[name] = steps.Group(view, bound.bases, bound.layout.by_layer)
             found = self.steps.run(
                 lease.tokens, lease.positions, lease.seq_rows, groups, np.array(rows, np.int32),
-                list(zip(samplers, uniforms.tolist(), strict=True)),
+                [Draw(*each) for each in zip(samplers, uniforms.tolist(), strict=True)],
                 None if sources is None else np.array(sources, np.int32),
             )  # fmt: skip
             assert found is not None
@@ -129,7 +130,7 @@ def test_what_passes_to_and_from_steps_is_each_ones_own() -> None:
         stage.take()
         last.copy_(stage.block[turn : turn + 64])
         stage.give(last)
-        found = Drawn(stage.launched(5), None)
+        found = Drawn(*stage.launched(5), None)
         if GPU:
             torch.cuda.synchronize()
         assert stage.block.cpu().numpy()[1000:].view(np.int64).tolist() == [turn] * 250

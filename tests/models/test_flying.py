@@ -234,7 +234,7 @@ def test_a_prompt_without_numbers_is_nobodys_beginning(
 ) -> None:
     with quire.load(dense, threads=1) as llm:
         with monkeypatch.context() as broken:
-            broken.setattr(HostSteps, "_drawn", lambda *_: -2)
+            broken.setattr(HostSteps, "draw", lambda *_: (np.full(1, -2, np.int32), {}))
             with pytest.raises(ModelError, match="not numbers"):
                 llm.generate(PROMPTS[1], max_tokens=3)
         again = llm.generate(PROMPTS[1], max_tokens=3)

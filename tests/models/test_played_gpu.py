@@ -16,18 +16,9 @@ from quire.models.loader import MIXER, OUTPUT, Part
 from quire.ops.batch import Batch
 from quire.ops.cpu import CpuOps
 from tests import session_kinds
+from tests.flying import Late, draw_all
 
 IDS = [int(i) for i in np.random.default_rng(6).integers(3, 250, 100)]
-
-
-class Drawn:
-    """Tokens that were chosen."""
-
-    def __init__(self, ids: Any) -> None:
-        self.ids = ids
-
-    def read(self) -> Any:
-        return self.ids
 
 
 class PlayedSteps:
@@ -45,8 +36,10 @@ class PlayedSteps:
         sources: Any, x: Any = None,
     ) -> Any:  # fmt: skip
         device, model = self._device, self._model
+        before = None
         if sources is not None:
             assert not self._first, "layers elsewhere need the tokens"
+            before = self._last[sources[rows]]
             tokens = np.where(sources >= 0, self._last[sources], tokens).astype(np.int32)
         groups = {name: device.group(name, view, positions, seq_rows)
                   for name, view in views.items()}  # fmt: skip
@@ -55,14 +48,13 @@ class PlayedSteps:
         x = model.embed(batch) if x is None else x
         x = model.run(x, batch, self._first, model.n_layers, device.ops)
         logits = model.logits(device.ops.take_rows(x, rows))
-        ids = np.full(len(rows), -1, np.int32)
-        for row, draw in enumerate(draws):
-            if draw is not None:
-                at = np.array([row], np.int32)
-                ids[row] = device.ops.sample(logits, at, [draw[0]], np.array([draw[1]]))[0]
+        ids, reports = draw_all(device.ops, logits, draws, before)
         self._last[: len(ids)] = ids
         self.ran += 1
-        return logits, Drawn(ids)
+        return logits, Late(self, ids, reports)
+
+    def read(self, ids: Any) -> Any:
+        return ids
 
 
 class Played(HostDevice):

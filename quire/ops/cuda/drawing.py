@@ -1,4 +1,7 @@
-"""What generations want of their samples, and how tokens of all rows are drawn at once."""
+"""How tokens of all rows are drawn at once, and what is told of them.
+
+logits ─▶ bias, penalties ─▶ top-k, top-p, min-p ─▶ race ─▶ ids ─▶ log-probabilities
+"""
 
 from __future__ import annotations
 
@@ -10,32 +13,43 @@ import torch
 import triton
 from numpy.typing import NDArray
 
-from quire.ops import Int32, Sampler
-from quire.ops.cuda.kernels import cuts
+from quire.ops import Draw, Int32
+from quire.ops.cuda.kernels import cuts, likely
+from quire.ops.cuda.kernels import edits as editing
 from quire.ops.cuda.kernels import race as kernels
-from quire.ops.cuda.machine import Machine, need, power_of_two
+from quire.ops.cuda.machine import Machine, power_of_two
+from quire.ops.cuda.sampler import NOTHING, Edit, Kind, sampler_of
 
 _BLOCK = 1024
 _ALL = 2**31 - 1  # more tokens than there are
+MOST_TOLD = 128
+"""Likeliest tokens that kernels put in order."""
 
 
-class Wish(NamedTuple):
-    """What one generation wants of its samples; 0 turns top_k off."""
+class Rows(NamedTuple):
+    """What chance each row leaves to its tokens, on the device."""
 
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    bias: tuple[tuple[int, float], ...]
+    keys: torch.Tensor
+    floors: torch.Tensor
+    shares: torch.Tensor
+    heat: torch.Tensor
+    most: torch.Tensor
 
-    @property
-    def penalises(self) -> bool:
-        """Whether it matters which tokens were there."""
-        flat = self.presence_penalty == 0 and self.frequency_penalty == 0
-        return not (flat and self.repetition_penalty == 1)
+
+class Edits(NamedTuple):
+    """What each row's logits are edited by, on the device: columns of `Edit`."""
+
+    counts: torch.Tensor
+    biases: torch.Tensor
+    lengths: torch.Tensor
+    news: torch.Tensor
+    repetition: torch.Tensor
+    frequency: torch.Tensor
+    presence: torch.Tensor
+
+
+_ROWS = torch.int64, torch.float64, torch.float64, torch.float32, torch.int32
+_EDITS = (torch.int64,) * 2 + (torch.int32,) * 2 + (torch.float32,) * 3
 
 
 class Choice(NamedTuple):
@@ -46,78 +60,43 @@ class Choice(NamedTuple):
     """Whether some row has a top_k."""
     weighed: bool = False
     """Whether some row has a top_p."""
+    edited: bool = False
+    """Whether some row has a bias or penalties."""
+    told: int = -1
+    """Likeliest tokens that are told with log-probabilities, rounded up; -1: nobody asks."""
 
     @staticmethod
-    def of(samplers: Iterable[CudaSampler]) -> Choice:
+    def of(draws: Iterable[Draw | None]) -> Choice:
         """For all of them."""
-        each = {sampler.choice for sampler in samplers}
-        if len(each) < 2:
-            return each.pop() if each else Choice()
-        return Choice(*(any(column) for column in zip(*each, strict=True)))
-
-
-class Rows(NamedTuple):
-    """What each row wants, on the device."""
-
-    keys: torch.Tensor
-    floors: torch.Tensor
-    shares: torch.Tensor
-    heat: torch.Tensor
-    most: torch.Tensor
-
-    @staticmethod
-    def of(columns: Sequence[torch.Tensor]) -> Rows:
-        """From columns as bare integers."""
-        kinds = torch.int64, torch.float64, torch.float64, torch.float32, torch.int32
-        return Rows(*(c.view(kind) for c, kind in zip(columns, kinds, strict=True)))
-
-
-class CudaSampler:
-    """What one generation wants of its samples, and the tokens it has seen."""
-
-    def __init__(self, wish: Wish) -> None:
-        self.wish = wish
-        hot = wish.temperature > 0
-        self.choice = Choice(hot, hot and wish.top_k > 0, hot and wish.top_p < 1)
-        self._penalises = wish.penalises
-        self._counts: dict[int, int] = {}
-        self._prompt: set[int] = set()
-
-    def observe(self, ids: Int32) -> None:
-        """Counts tokens for the penalties."""
-        if not self._penalises:
-            return
-        need((ids >= 0).all(), "a token that cannot be observed")
-        for token in ids.tolist():
-            self._counts[token] = self._counts.get(token, 0) + 1
-
-    def observe_prompt(self, ids: Int32) -> None:
-        """Notes tokens for the repetition penalty alone."""
-        if not self._penalises:
-            return
-        need((ids >= 0).all(), "a token that cannot be observed")
-        self._prompt.update(ids.tolist())
-
-    def unobserve(self, ids: Int32) -> None:
-        """Takes back what was observed."""
-        if not self._penalises:
-            return
-        for token in ids.tolist():
-            need(self._counts.get(token, 0) > 0, f"token {token} was not observed")
-            self._counts[token] -= 1
+        kinds: set[Kind] = set()
+        top = -1
+        for draw in draws:
+            if draw is not None:
+                kinds.add(sampler_of(draw.sampler).kind)
+                if draw.top is not None and draw.top > top:
+                    top = draw.top
+        random, counted, weighed, edited = (any(each) for each in zip(*kinds, NOTHING, strict=True))
+        told = power_of_two(top, 8) if top > 0 else top
+        return Choice(random, counted, weighed, edited, told)
 
     @property
-    def counts(self) -> dict[int, int]:
-        """How often tokens were there that penalties are about; 0 for a prompt's."""
-        seen = {token: n for token, n in self._counts.items() if n > 0}
-        return {token: 0 for token in self._prompt} | seen
+    def _columns(self) -> tuple[torch.dtype, ...]:
+        return _ROWS * self.random + _EDITS * self.edited
 
+    def sizes(self, n: int) -> list[int]:
+        """Integers of each column that n rows are given."""
+        return [n * kind.itemsize // 4 for kind in self._columns]
 
-def sampler_of(sampler: Sampler) -> CudaSampler:
-    """A sampler that this device made."""
-    if not isinstance(sampler, CudaSampler):
-        raise TypeError(f"{type(sampler).__name__} is not a sampler of the GPU")
-    return sampler
+    def given(self, columns: Sequence[torch.Tensor]) -> tuple[Rows | None, Edits | None]:
+        """What rows are given, from columns as bare integers."""
+        typed = [c.view(kind) for c, kind in zip(columns, self._columns, strict=True)]
+        rows = Rows(*typed[: len(_ROWS)]) if self.random else None
+        return rows, Edits(*typed[-len(_EDITS) :]) if self.edited else None
+
+    @property
+    def report_size(self) -> int:
+        """Integers that are told of a row beside its token."""
+        return 1 + 2 * self.told if self.told >= 0 else 0
 
 
 def race_keys(uniforms: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -129,24 +108,46 @@ def race_keys(uniforms: NDArray[np.float64]) -> NDArray[np.int64]:
 
 
 def columns_of(
-    draws: Sequence[tuple[Sampler, float] | None], choice: Choice, n: int
-) -> list[NDArray[Any]]:
-    """What `Rows` are made of, for n rows; those behind the last draw want nothing.
+    machine: Machine, draws: Sequence[Draw | None], choice: Choice, n: int, vocab: int,
+    sources: Int32 | None = None,
+) -> list[NDArray[Any]]:  # fmt: skip
+    """What n rows are given; those behind the last draw want nothing.
 
-    Nothing, where nobody leaves anything to chance.
+    Nothing, where nobody leaves anything to chance or edits.
     """
-    if not choice.random:
-        return []
-    keys, floors, heat = np.zeros(n, np.int64), np.zeros(n), np.zeros(n, np.float32)
-    most, shares = np.full(n, _ALL, np.int32), np.ones(n)
-    keys[: len(draws)] = race_keys(np.array([0.0 if d is None else d[1] for d in draws]))
-    for i, draw in enumerate(draws):
-        if draw is not None:
-            wish = sampler_of(draw[0]).wish
-            heat[i], floors[i] = wish.temperature, wish.min_p
-            if wish.temperature > 0:
-                most[i], shares[i] = wish.top_k or _ALL, wish.top_p
-    return [keys, floors, shares, heat, most]
+    columns: list[NDArray[Any]] = []
+    if choice.random:
+        keys, floors, heat = np.zeros(n, np.int64), np.zeros(n), np.zeros(n, np.float32)
+        most, shares = np.full(n, _ALL, np.int32), np.ones(n)
+        keys[: len(draws)] = race_keys(np.array([0.0 if d is None else d.uniform for d in draws]))
+        for i, draw in enumerate(draws):
+            if draw is not None:
+                wish = sampler_of(draw.sampler).wish
+                heat[i], floors[i] = wish.temperature, wish.min_p
+                if wish.temperature > 0:
+                    most[i], shares[i] = wish.top_k or _ALL, wish.top_p
+        columns += [keys, floors, shares, heat, most]
+    if choice.edited:
+        edits = [Edit()] * n
+        for i, draw in enumerate(draws):
+            if draw is not None and (sampler := sampler_of(draw.sampler)).edits:
+                edits[i] = sampler.edit(machine, vocab, -1 if sources is None else int(sources[i]))
+        kinds = (np.int64,) * 2 + (np.int32,) * 2 + (np.float32,) * 3
+        columns += [np.array(c, k) for c, k in zip(zip(*edits, strict=True), kinds, strict=True)]
+    return columns
+
+
+def edit(x: torch.Tensor, edits: Edits, last: torch.Tensor) -> None:
+    """Bias and penalties, in place; `last` are the tokens of the step before."""
+    n, vocab = x.shape
+    editing.begin[(n,)](
+        x, last, edits.counts, edits.biases, edits.lengths, edits.news, vocab, BLOCK=128,
+        num_warps=1,
+    )  # fmt: skip
+    editing.penalise[(n, triton.cdiv(vocab, _BLOCK))](
+        x, edits.counts, edits.repetition, edits.frequency, edits.presence, vocab, BLOCK=_BLOCK,
+        enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 def drawing(
@@ -162,10 +163,10 @@ def drawing(
     if rows is None:  # what nobody asks for is not read
         rows = Rows(x, x, x, x, x)
     tops = x.amax(1) if choice.random else x
-    edges = edges_of(machine, x, tops, choice, rows) if cut else rows.keys
-    counts = machine.empty(n, n_blocks, dtype=torch.int32) if cut else winners
+    edges, counts = rows.keys, winners
     if cut:
-        cuts.at_edge[(n, n_blocks)](x, edges, counts, vocab, n_blocks, BLOCK=_BLOCK)
+        edges = edges_of(x, tops, choice, rows)
+        counts = _at_edge(machine, x, edges)
     kernels.race[(n, n_blocks)](
         x, rows.keys, rows.heat, tops, rows.floors, edges, counts, scores, winners, vocab,
         n_blocks, BLOCK=_BLOCK, BLOCKS=power_of_two(n_blocks, 16), GREEDY=not choice.random,
@@ -179,9 +180,44 @@ def drawing(
     return out
 
 
-def edges_of(
-    machine: Machine, x: torch.Tensor, tops: torch.Tensor, choice: Choice, rows: Rows
-) -> torch.Tensor:
+def report(machine: Machine, x: torch.Tensor, drawn: torch.Tensor, told: int) -> torch.Tensor:
+    """Log-probabilities of what was drawn, and of the likeliest: a row of integers each."""
+    n, vocab = x.shape
+    n_blocks = triton.cdiv(vocab, _BLOCK)
+    tops, sums = machine.empty(n, n_blocks), machine.empty(n, n_blocks, dtype=torch.float64)
+    likely.weigh[(n, n_blocks)](x, tops, sums, vocab, n_blocks, BLOCK=_BLOCK)
+    keys, blocks = sums, power_of_two(n_blocks, 16)
+    if told:
+        most = torch.full((n,), told, dtype=torch.int32, device=x.device)
+        edges = edges_of(x, x, Choice(counted=True), Rows(x, x, x, x, most))
+        counts = _at_edge(machine, x, edges)
+        keys = torch.full((n, told), -(2**63), dtype=torch.int64, device=x.device)
+        filled = torch.zeros(n, dtype=torch.int32, device=x.device)
+        likely.collect[(n, n_blocks)](
+            x, edges, counts, keys, filled, vocab, n_blocks, BLOCK=_BLOCK, BLOCKS=blocks, MOST=told
+        )
+    out = machine.empty(n, 1 + 2 * told, dtype=torch.int32)
+    likely.report[(n,)](x, drawn, tops, sums, keys, out, vocab, n_blocks, BLOCKS=blocks, MOST=told)
+    return out
+
+
+def reported(found: Int32) -> tuple[NDArray[np.float32], Int32, NDArray[np.float32]]:
+    """A report on the host: of what was drawn, ids of the likeliest, and theirs."""
+    told = found.shape[1] // 2
+    chosen, values = found[:, 0].view(np.float32), found[:, 1 + told :].view(np.float32)
+    return chosen, found[:, 1 : 1 + told], values
+
+
+def _at_edge(machine: Machine, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+    """How many tokens of each block are at its row's edge."""
+    n, vocab = x.shape
+    n_blocks = triton.cdiv(vocab, _BLOCK)
+    counts = machine.empty(n, n_blocks, dtype=torch.int32)
+    cuts.at_edge[(n, n_blocks)](x, edges, counts, vocab, n_blocks, BLOCK=_BLOCK)
+    return counts
+
+
+def edges_of(x: torch.Tensor, tops: torch.Tensor, choice: Choice, rows: Rows) -> torch.Tensor:
     """The last tokens that top_k and top_p leave in: their places, and how many are there."""
     n, vocab = x.shape
     digits = cuts.DIGITS

@@ -8,18 +8,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quire.ops import Array, Float32, Int32, Sampler
+from quire.ops import Array, Draw, Float32, Int32, Sampler
 from quire.ops.cuda.arrays import Arrays, values_of
 from quire.ops.cuda.drawing import (
+    MOST_TOLD,
     Choice,
-    CudaSampler,
-    Rows,
-    Wish,
     columns_of,
     drawing,
-    sampler_of,
+    edit,
+    report,
+    reported,
 )
-from quire.ops.cuda.machine import need
+from quire.ops.cuda.machine import need, power_of_two
+from quire.ops.cuda.sampler import CudaSampler, Wish, sampler_of
 
 
 class Sampling(Arrays):
@@ -40,14 +41,15 @@ class Sampling(Arrays):
         finite = isfinite(presence_penalty) and isfinite(frequency_penalty)
         need(finite, "penalties are numbers")
         need((bias_ids is None) == (bias_values is None), "bias_ids and bias_values go together")
-        bias: tuple[tuple[int, float], ...] = ()
+        bias: dict[int, float] = {}
         if bias_ids is not None and bias_values is not None:
             need(len(bias_ids) == len(bias_values), "every bias id needs one value")
             need((bias_ids >= 0).all() and not np.isnan(bias_values).any(), "a bias of no token")
-            bias = tuple(zip(bias_ids.tolist(), bias_values.tolist(), strict=True))
+            for token, value in zip(bias_ids.tolist(), bias_values.tolist(), strict=True):
+                bias[token] = bias.get(token, 0.0) + value
         return CudaSampler(Wish(
             temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty,
-            frequency_penalty, bias,
+            frequency_penalty, tuple(bias.items()),
         ))  # fmt: skip
 
     def sample(
@@ -62,55 +64,21 @@ class Sampling(Arrays):
         need(((uniforms >= 0) & (uniforms < 1)).all(), "uniform numbers must lie in [0, 1)")
         if n == 0:
             return np.empty(0, np.int32)
-        mine = [sampler_of(sampler) for sampler in samplers]
+        draws = [Draw(s, u) for s, u in zip(samplers, uniforms.tolist(), strict=True)]
         # A copy, and without negative zeros, which would sort apart from zeros.
         x = values.index_select(0, self.machine.upload(rows)) + 0.0
-        self._edit(x, mine)
-        if masks is not None:
-            self._mask(x, masks)
-        picked = self._pick(x, mine, uniforms)
+        try:
+            picked = self._pick(x, draws, masks)
+        except BaseException:
+            for sampler in samplers:
+                sampler_of(sampler).recount()
+            raise
         found: Int32 = picked.cpu().numpy()
         for row, token in zip(rows, found, strict=True):
             need(token != -2, f"row {row} of the logits contains NaN")
             need(token != -1, f"row {row}: mask and bias exclude every token")
         assert vocab > int(found.max(initial=0))
         return found
-
-    def _edit(self, x: torch.Tensor, samplers: list[CudaSampler]) -> None:
-        """Bias, then penalties, where a sampler has any."""
-        vocab = x.shape[1]
-        bias = [
-            (row, token, value)
-            for row, sampler in enumerate(samplers)
-            for token, value in sampler.wish.bias
-        ]
-        counts = [
-            (row, token, count, sampler.wish)
-            for row, sampler in enumerate(samplers)
-            for token, count in sampler.counts.items()
-        ]
-        named = [token for _, token, _ in bias] + [token for _, token, _, _ in counts]
-        need(max(named, default=0) < vocab, "a token outside the vocabulary")
-        if bias:
-            at, values = _columns([(r, t) for r, t, _ in bias], [[v for _, _, v in bias]])
-            x.index_put_(self._on_device(at), self._floats(values)[0], accumulate=True)
-        if counts:
-            wishes = [(w.repetition_penalty, w.frequency_penalty * c + w.presence_penalty
-                       if c > 0 else 0.0) for _, _, c, w in counts]  # fmt: skip
-            at, values = _columns(
-                [(r, t) for r, t, _, _ in counts], list(zip(*wishes, strict=True))
-            )
-            where = self._on_device(at)
-            repetition, less = self._floats(values)
-            old = x[where]
-            x[where] = torch.where(old > 0, old / repetition, old * repetition) - less
-
-    def _on_device(self, at: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, tokens = self.machine.upload(at)
-        return rows, tokens
-
-    def _floats(self, values: Float32) -> torch.Tensor:
-        return self.machine.upload(values)
 
     def _mask(self, x: torch.Tensor, masks: NDArray[np.uint32]) -> None:
         n, vocab = x.shape
@@ -122,14 +90,19 @@ class Sampling(Arrays):
         x.masked_fill_(bits == 0, float("-inf"))
 
     def _pick(
-        self, x: torch.Tensor, samplers: list[CudaSampler], uniforms: NDArray[np.float64]
+        self, x: torch.Tensor, draws: list[Draw], masks: NDArray[np.uint32] | None
     ) -> torch.Tensor:
-        """Winners of edited rows; -1 where every token is excluded, -2 where one is NaN."""
-        choice = Choice.of(samplers)
-        draws = list(zip(samplers, uniforms.tolist(), strict=True))
-        columns = columns_of(draws, choice, len(x))
-        rows = Rows(*(self.machine.upload(column) for column in columns)) if columns else None
-        return drawing(self.machine, x, choice, rows)
+        """Winners of rows, which it edits; -1 where all is excluded, -2 where one is NaN."""
+        n, vocab = x.shape
+        choice = Choice.of(draws)
+        columns = columns_of(self.machine, draws, choice, n, vocab)
+        uploaded = [self.machine.upload(column) for column in columns]
+        chances, edits = choice.given(uploaded)
+        if edits is not None:
+            edit(x, edits, edits.news)
+        if masks is not None:
+            self._mask(x, masks)
+        return drawing(self.machine, x, choice, chances)
 
     def logprobs(self, logits: Array, ids: Int32, top: int) -> tuple[Float32, Int32, Float32]:
         """Log-probabilities of ids, and the likeliest tokens with theirs, row by row."""
@@ -138,18 +111,23 @@ class Sampling(Arrays):
         need(len(ids) == n, f"{len(ids)} ids for {n} rows")
         need(0 <= top <= vocab, f"top is {top} of {vocab}")
         need(((ids >= 0) & (ids < vocab)).all(), "a token outside the vocabulary")
-        x = values.double()
-        p = x - torch.logsumexp(x, 1, keepdim=True)
-        chosen = p.gather(1, self.machine.upload(ids).long()[:, None])[:, 0]
-        order = torch.sort(values + 0.0, dim=1, descending=True, stable=True).indices[:, :top]
         wrong = values.isnan().any(1).cpu().numpy()
         need(not wrong.any(), f"row {int(wrong.argmax())} of the logits contains NaN")
-        tops = p.gather(1, order).float().cpu().numpy()
-        return chosen.float().cpu().numpy(), order.int().cpu().numpy(), tops
+        drawn = self.machine.upload(ids)
+        if top > MOST_TOLD or n == 0:
+            return _sorted_logprobs(values, drawn, top)
+        told = power_of_two(top, 8) if top else 0
+        chosen, order, tops = reported(report(self.machine, values, drawn, told).cpu().numpy())
+        return chosen.copy(), order[:, :top].copy(), tops[:, :top].copy()
 
 
-def _columns(
-    at: list[tuple[int, int]], values: list[list[float]] | list[tuple[float, ...]]
-) -> tuple[NDArray[np.int64], Float32]:
-    """Places and values as contiguous columns."""
-    return np.array(at, np.int64).T.copy(), np.array(values, np.float32)
+def _sorted_logprobs(
+    values: torch.Tensor, ids: torch.Tensor, top: int
+) -> tuple[Float32, Int32, Float32]:
+    """The same for more of the likeliest than kernels put in order."""
+    x = values.double()
+    p = x - torch.logsumexp(x, 1, keepdim=True)
+    chosen = p.gather(1, ids.long()[:, None])[:, 0]
+    order = torch.sort(values + 0.0, dim=1, descending=True, stable=True).indices[:, :top]
+    tops = p.gather(1, order).float().cpu().numpy()
+    return chosen.float().cpu().numpy(), order.int().cpu().numpy(), tops

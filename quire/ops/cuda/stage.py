@@ -10,7 +10,8 @@ import torch
 import triton
 from numpy.typing import NDArray
 
-from quire.ops import Int32
+from quire.ops import Float32, Int32
+from quire.ops.cuda.drawing import reported
 from quire.ops.cuda.kernels import rows as kernels
 from quire.ops.cuda.machine import Machine, power_of_two
 
@@ -25,14 +26,19 @@ DEPTH = 4
 class Drawn:
     """The tokens that a step chooses: -1 where a row allows none, -2 where it is not numbers."""
 
-    def __init__(self, ids: Int32, event: torch.cuda.Event | None) -> None:
-        self._ids, self._event = ids, event
+    def __init__(self, ids: Int32, report: Int32, event: torch.cuda.Event | None) -> None:
+        self._ids, self._report, self._event = ids, report, event
 
     def read(self) -> Int32:
         """Waits until they are there; before the slot comes again."""
         if self._event is not None:
             self._event.synchronize()
         return self._ids.copy()
+
+    def logprobs(self, row: int, top: int) -> tuple[float, Int32, Float32]:
+        """Of a row that asked for them, once they were read; before the slot comes again."""
+        chosen, ids, values = reported(self._report[row : row + 1])
+        return float(chosen[0]), ids[0, :top], values[0, :top]
 
 
 class Events:
@@ -98,18 +104,21 @@ class Stage:
     the GPU counts for itself.
     """
 
-    def __init__(self, machine: Machine, size: int, rows: int) -> None:
+    def __init__(self, machine: Machine, size: int, rows: int, report: int = 0) -> None:
+        """For so many integers up; rows of one integer, and a report of some, come back."""
+
         def integers(n: int, pinned: bool = False) -> torch.Tensor:
             where = None if pinned else machine.device
             pin = pinned and not machine.interpreted
             return torch.zeros(n, dtype=torch.int32, device=where, pin_memory=pin)
 
         self.block = integers(size)
-        self._rows = rows
+        self._rows, self._size = rows, rows * (1 + report)
         self._turns = integers(1)
-        self._up, self._down = integers(DEPTH * size, True), integers(DEPTH * rows, True)
+        self._up, self._down = integers(DEPTH * size, True), integers(DEPTH * self._size, True)
         self._slots = self._up.numpy().reshape(DEPTH, size)
-        self._found: Int32 = self._down.numpy().reshape(DEPTH, rows)
+        found: Int32 = self._down.numpy().reshape(DEPTH, self._size)
+        self._ids, self._reports = found[:, :rows], found[:, rows:].reshape(DEPTH, rows, report)
         self._turn = 0
 
     def put(self, columns: Sequence[NDArray[Any]]) -> None:
@@ -125,15 +134,19 @@ class Stage:
         n = self.block.numel()
         kernels.take[(triton.cdiv(n, 1024),)](self._up, self._turns, self.block, n, BLOCK=1024)
 
-    def give(self, ids: torch.Tensor) -> None:
-        """Hands ids over; the last kernel of a step."""
+    def give(self, ids: torch.Tensor, report: torch.Tensor | None = None) -> None:
+        """Hands ids over, and what is told of them; the last kernels of a step."""
+        if report is not None:
+            n = report.numel()
+            kernels.tell[(triton.cdiv(n, 1024),)](
+                report, self._down, self._turns, n, self._rows, BLOCK=1024
+            )
         kernels.give[(1,)](
-            ids, self._down, self._turns, self._rows, DEPTH=DEPTH,
+            ids, self._down, self._turns, self._rows, self._size, DEPTH=DEPTH,
             BLOCK=power_of_two(self._rows, 32),
         )  # fmt: skip
 
-    def launched(self, n: int) -> Int32:
-        """Where the first n ids of the launch before will be."""
-        found: Int32 = self._found[self._turn, :n]
-        self._turn = (self._turn + 1) % DEPTH
-        return found
+    def launched(self, n: int) -> tuple[Int32, Int32]:
+        """Where the first n ids of the launch before will be, and the report of them."""
+        turn, self._turn = self._turn, (self._turn + 1) % DEPTH
+        return self._ids[turn, :n], self._reports[turn, :n]

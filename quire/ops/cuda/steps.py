@@ -1,8 +1,9 @@
 """Whole steps of a model as captured graphs, from token ids to the tokens that follow.
 
     host     columns ──▶ pinned                                          pinned ──▶ ids
-    GPU      take ─▶ block ─▶ embed ─▶ layers ─▶ logits ─▶ race ─▶ ids ─▶ give
-                                ▲───────── the ids of the step before ◀──┘
+    GPU      take ─▶ block ─▶ embed ─▶ layers ─▶ logits ─▶ edits ─▶ race ─▶ ids ─▶ give
+                                ▲─────── the ids of the step before ──▲          │
+                                └────────────────────────────────────────────────┘
 
 A step of one shape runs eagerly the first time, which compiles what it needs, is captured the
 second time and replayed from then on. Shapes are rounded up, so that there are few of them; what
@@ -24,15 +25,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quire.ops import Array, Int32, Sampler
+from quire.ops import Array, Draw, Int32
 from quire.ops.batch import Batch, GroupPages
 from quire.ops.cuda.arrays import values_of
-from quire.ops.cuda.drawing import Choice, Rows, columns_of, drawing, sampler_of
+from quire.ops.cuda.drawing import Choice, Edits, Rows, columns_of, drawing, edit, report
 from quire.ops.cuda.kernels import rows as kernels
 from quire.ops.cuda.machine import Machine, OnDevice, power_of_two
 from quire.ops.cuda.paged import Paged, PageShape, filled, page_columns, shape_of
 from quire.ops.cuda.recurrent import state_places
 from quire.ops.cuda.recurrent_rows import CudaStates, StateShape, state_columns, state_shape
+from quire.ops.cuda.sampler import sampler_of
 from quire.ops.cuda.stage import Clock, Drawn, Events, Stage
 
 MOST_TOKENS = 512
@@ -51,6 +53,8 @@ class Layers(Protocol):
     def embed(self, batch: Batch) -> Array: ...
     def run(self, x: Array, batch: Batch, start: int, stop: int, on: Any) -> Array: ...
     def logits(self, x: Array) -> Array: ...
+    @property
+    def n_vocab(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -86,11 +90,11 @@ class Captured:
         """`width` is that of rows that it begins with, or 0."""
         self.key = key
         self.x = machine.empty(key.tokens, width).zero_()
-        drawn = [2 * key.rows] * 3 + [key.rows] * 2 if key.choice.random else []
-        self.sizes = [*drawn, key.rows, *[key.tokens] * 3]
+        choice = key.choice
+        self.sizes = [*choice.sizes(key.rows), key.rows, *[key.tokens] * 3]
         for _, shape in key.groups:
             self.sizes += shape.sizes
-        self.stage = Stage(machine, sum(self.sizes), key.rows)
+        self.stage = Stage(machine, sum(self.sizes), key.rows, choice.report_size)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.seen = 0
         self.logits: Array | None = None
@@ -117,7 +121,7 @@ class Steps:
 
     def run(
         self, tokens: Int32, positions: Int32, seq_rows: Int32, groups: Mapping[str, Group],
-        rows: Int32, draws: Sequence[tuple[Sampler, float] | None], sources: Int32 | None,
+        rows: Int32, draws: Sequence[Draw | None], sources: Int32 | None,
         x: Array | None = None,
     ) -> tuple[Array, Drawn] | None:  # fmt: skip
         """Logits of rows, and the tokens that follow them; None where it has to be run plainly.
@@ -139,21 +143,25 @@ class Steps:
         elif step is not self._latest:
             self._known.move_to_end(key)
         self._latest = step
-        columns = self._columns(key, tokens, positions, seq_rows, groups, rows, draws, sources)
-        self._events.wait()
-        step.stage.put(columns)
-        if x is not None:
-            step.x[: len(tokens)].copy_(values_of(x))
-        end = None if self._machine.interpreted else self.clock.start(len(tokens))
-        self._replay(step, groups)
+        try:
+            columns = self._columns(key, tokens, positions, seq_rows, groups, rows, draws, sources)
+            self._events.wait()
+            step.stage.put(columns)
+            if x is not None:
+                step.x[: len(tokens)].copy_(values_of(x))
+            end = None if self._machine.interpreted else self.clock.start(len(tokens))
+            self._replay(step, groups)
+        except BaseException:
+            _recount(draws)
+            raise
         if end is not None:
             end.record()
         assert step.logits is not None
-        return step.logits, Drawn(step.stage.launched(len(rows)), self._events.record())
+        return step.logits, Drawn(*step.stage.launched(len(rows)), self._events.record())
 
     def _key(
         self, tokens: Int32, positions: Int32, seq_rows: Int32, groups: Mapping[str, Group],
-        rows: Int32, draws: Sequence[tuple[Sampler, float] | None],
+        rows: Int32, draws: Sequence[Draw | None],
     ) -> Key | None:  # fmt: skip
         n_tokens = rounded(len(tokens))
         shapes: list[tuple[str, PageShape | StateShape]] = []
@@ -171,14 +179,14 @@ class Steps:
             pages = power_of_two(shape.pages, 32)
             size = shape.page_tokens, shape.page_bytes, shape.single, 0
             shapes.append((name, PageShape(n_tokens, seqs, pages, *size)))
-        choice = Choice.of(sampler_of(draw[0]) for draw in draws if draw is not None)
+        choice = Choice.of(draws)
         every_row = len(rows) == len(tokens)
         return Key(n_tokens, rounded(len(rows)), every_row, tuple(shapes), choice)
 
     def _columns(
         self, key: Key, tokens: Int32, positions: Int32, seq_rows: Int32,
         groups: Mapping[str, Group], rows: Int32,
-        draws: Sequence[tuple[Sampler, float] | None], sources: Int32 | None,
+        draws: Sequence[Draw | None], sources: Int32 | None,
     ) -> list[NDArray[Any]]:  # fmt: skip
         wanted = np.zeros(key.rows, np.int32)
         wanted[: len(rows)] = rows
@@ -187,7 +195,10 @@ class Steps:
         from_last[: len(tokens)] = -1 if sources is None else sources
         from_last[len(tokens) :] = -1
         at = filled(positions, key.tokens)
-        columns = columns_of(draws, key.choice, key.rows)
+        follows = None if sources is None else sources[rows]
+        columns = columns_of(
+            self._machine, draws, key.choice, key.rows, self._model.n_vocab, follows
+        )
         columns += [wanted, ids, from_last, at]
         for name, shape in key.groups:
             view = groups[name].view
@@ -217,9 +228,10 @@ class Steps:
         """What a graph holds."""
         model, ops = self._model, self._ops
         step.stage.take()
-        columns = step.columns()
-        chosen = Rows.of([columns.pop(0) for _ in range(5)]) if step.key.choice.random else None
-        wanted, ids, sources, positions, *rest = columns
+        columns, choice = step.columns(), step.key.choice
+        n_given = len(choice.sizes(1))
+        chances, edits = choice.given(columns[:n_given])
+        wanted, ids, sources, positions, *rest = columns[n_given:]
         n_tokens = step.key.tokens
         tokens = self._machine.empty(n_tokens, dtype=torch.int32)
         kernels.follow[(1,)](
@@ -242,8 +254,29 @@ class Steps:
         if not step.key.every_row:
             x = ops.take_rows(x, OnDevice(wanted))
         step.logits = model.logits(x)
-        drawing(self._machine, values_of(step.logits), step.key.choice, chosen, self._last)
-        step.stage.give(self._last)
+        self._choose(step, chances, edits)
+
+    def _choose(self, step: Captured, chances: Rows | None, edits: Edits | None) -> None:
+        """Tokens behind all rows, and what is told of them."""
+        choice, logits = step.key.choice, values_of(cast(Array, step.logits))
+        assert logits.shape[1] == self._model.n_vocab
+        x = logits
+        if edits is not None:
+            if choice.told >= 0:  # what is told is of the model's own logits
+                x = logits.clone()
+            edit(x, edits, self._last)
+        drawing(self._machine, x, choice, chances, self._last)
+        told = None
+        if choice.told >= 0:
+            told = report(self._machine, logits, self._last, choice.told)
+        step.stage.give(self._last, told)
+
+
+def _recount(draws: Sequence[Draw | None]) -> None:
+    """A step broke off, and may have counted its tokens or not."""
+    for draw in draws:
+        if draw is not None:
+            sampler_of(draw.sampler).recount()
 
 
 def rounded(n: int) -> int:

@@ -23,7 +23,7 @@ def place(x):
 
 
 @triton.jit
-def _logit(at):
+def logit(at):
     """The logit at a place."""
     bits = tl.where(at < 0x80000000, -1 - at, at - 0x80000000)
     return bits.to(tl.int32).to(tl.float32, bitcast=True)
@@ -67,7 +67,7 @@ def _wanted(
     if BY_WEIGHT:
         kept = tl.load(edges + row * 2 + 1)
         top, temperature = tl.load(logits_top + row), tl.load(temperatures + row)
-        extra = kept * _weight(_logit(edge), top, temperature, SCALE)
+        extra = kept * _weight(logit(edge), top, temperature, SCALE)
         whole = tl.sum(tl.load(sums + row * 16 + tl.arange(0, 16)), 0) + extra
         wanted = whole.to(tl.float64) * tl.load(shares + row)
     else:
@@ -96,7 +96,7 @@ def tally(
     x = tl.load(logits + row.to(tl.int64) * vocab + ids, mask=ids < vocab, other=float("-inf"))
     at = place(x)
     shift = 28 - 4 * number
-    counts = (x > float("-inf")) & ((at >> (shift + 4)) == (first >> (shift + 4)))
+    counts = (ids < vocab) & ((at >> (shift + 4)) == (first >> (shift + 4)))
     if BY_WEIGHT:
         counts &= at > edge
     many = tl.sum(counts.to(tl.int32), 0)
@@ -128,7 +128,7 @@ def settle(
     )
     found, above = _narrowed(sums, states, row, n, wanted, edge, extra, DIGITS - 1)
     if BY_WEIGHT:
-        size = _weight(_logit(found), tl.load(tops + row), tl.load(temperatures + row), SCALE)
+        size = _weight(logit(found), tl.load(tops + row), tl.load(temperatures + row), SCALE)
         size = tl.where(size > 0, size, 1)
         kept = ((wanted - above.to(tl.float64)) / size.to(tl.float64)).to(tl.int64)
         kept = tl.where(kept > 1, kept - 1, 0)  # one less than rounding can make of it, and on

@@ -141,12 +141,20 @@ def take(slots, turns, block, n, BLOCK: tl.constexpr):
     tl.store(block + at, tl.load(slot + at, mask=at < n), mask=at < n)
 
 
-@triton.jit(do_not_specialize=["n"])
-def give(ids, slots, turns, n, DEPTH: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["n", "rows"])
+def tell(report, slots, turns, n, rows, BLOCK: tl.constexpr):
+    """Copies a report of n integers behind the ids of rows, in the slot whose turn it is."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slot = slots + tl.load(turns).to(tl.int64) * (rows + n) + rows
+    tl.store(slot + at, tl.load(report + at, mask=at < n), mask=at < n)
+
+
+@triton.jit(do_not_specialize=["n", "size"])
+def give(ids, slots, turns, n, size, DEPTH: tl.constexpr, BLOCK: tl.constexpr):
     """Copies ids to the slot whose turn it is; the next turn is the next one's."""
     at = tl.arange(0, BLOCK)
     turn = tl.load(turns)
-    tl.store(slots + turn * n + at, tl.load(ids + at, mask=at < n), mask=at < n)
+    tl.store(slots + turn * size + at, tl.load(ids + at, mask=at < n), mask=at < n)
     tl.store(turns, (turn + 1) % DEPTH)
 
 
