@@ -1,4 +1,4 @@
-"""Attention's kernels as they are launched, compiled for a GPU that is not there.
+"""Attention's and sampling's kernels as they are launched, compiled for a GPU that is not there.
 
     python tests/cuda/compile_all.py ARCHITECTURE
 
@@ -19,8 +19,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from quire.ops import Heads, Rope
-from quire.ops.cuda import CudaOps, Machine, attend_native
+from quire.ops import Draw, Heads, Rope
+from quire.ops.cuda import CudaOps, Machine, attend_native, drawing
+from quire.ops.cuda.stage import Stage
 from tests.cuda import pages_rig, sides
 
 
@@ -83,7 +84,28 @@ def main() -> None:
             rig.got.run(step, rig.values(len(step[1])))
             cols = heads.n_heads * heads.head_dim_k
             rig.got.run(step, rig.values(len(step[1]))[:, :cols].copy(), store=False)
+    _sample(ops)
     print(*sorted(set(compiled)))
+
+
+def _sample(ops: CudaOps) -> None:
+    """Everything that a sampler can ask for, and what is told of tokens."""
+    x = torch.zeros(2, 5000)
+    one = ops.sampler(
+        0.8, 40, 0.9, 0.1, 1.1, 0.1, 0.1, np.ones(1, np.int32), np.ones(1, np.float32)
+    )
+    one.observe(np.ones(1, np.int32))
+    draws = [Draw(one, 0.1), None]
+    choice = drawing.Choice.of(draws)
+    columns = drawing.columns_of(ops.machine, draws, choice, 2, 5000)
+    chances, edits = choice.given([ops.machine.upload(column) for column in columns])
+    assert chances is not None and edits is not None
+    drawing.edit(x, edits, edits.news)
+    for each in (choice, drawing.Choice()):
+        ids = drawing.drawing(ops.machine, x, each, chances)
+    stage = Stage(Machine(None), 8, 2, 1 + 2 * 128)
+    for told in (0, 8, 128):
+        stage.give(ids, drawing.report(ops.machine, x, ids, told))
 
 
 if __name__ == "__main__":

@@ -66,9 +66,11 @@ def test_recurrent_kernels_compile(architecture: int) -> None:
     compiling("-c", SCRIPT, str(architecture))
 
 
-def test_attention_compiles_as_it_is_launched() -> None:
+def test_attention_and_sampling_compile_as_they_are_launched() -> None:
     names = compiling(str(Path(__file__).with_name("compile_all.py")), "90").split()
     assert {"attend", "decode", "enter", "merge_splits", "turns"} <= set(names)
+    assert {"begin", "penalise", "tally", "settle", "race", "finish"} <= set(names)
+    assert {"weigh", "collect", "report", "tell", "give"} <= set(names)
 
 
 def compiling(*script: str) -> str:

@@ -151,7 +151,8 @@ class Steps:
                 step.x[: len(tokens)].copy_(values_of(x))
             end = None if self._machine.interpreted else self.clock.start(len(tokens))
             self._replay(step, groups)
-        except BaseException:
+        except BaseException:  # nobody knows how far it came
+            del self._known[key]
             _recount(draws)
             raise
         if end is not None:
@@ -273,7 +274,7 @@ class Steps:
 
 
 def _recount(draws: Sequence[Draw | None]) -> None:
-    """A step broke off, and may have counted its tokens or not."""
+    """A step broke off: what it was to count may be counted, or not."""
     for draw in draws:
         if draw is not None:
             sampler_of(draw.sampler).recount()
