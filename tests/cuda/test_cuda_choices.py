@@ -132,8 +132,11 @@ def test_late_and_waiting_steps_draw_what_the_reference_draws() -> None:
     table.step(everybody, late=False)  # some come back, and it waits
     for _ in range(20 if GPU else 1):
         table.step(everybody, late=True)
-    told = {i: drawn.logprobs(row, top) for i, (row, drawn) in table.unread.items()
-            if (top := WISHES[i][1]) is not None}  # fmt: skip
+    told = {}
+    for i, (row, drawn) in table.unread.items():
+        drawn.read()
+        if (top := WISHES[i][1]) is not None:
+            told[i] = drawn.logprobs(row, top)
     logits = {i: table.model.table[table.speakers[i].said[-1:]] for i in told}
     table.read()
     for i, found in told.items():  # a waiting request is told the same, bit by bit
