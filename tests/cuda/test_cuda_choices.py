@@ -150,7 +150,7 @@ def test_late_and_waiting_steps_draw_what_the_reference_draws() -> None:
 
 @pytest.mark.parametrize("ran", [False, True])
 def test_a_step_that_breaks_off_counts_nothing_twice(ran: bool, monkeypatch: Any) -> None:
-    table, everybody = Table(), [1, 2, 5]
+    table, everybody = Table(), [1, 4]
     table.step(everybody, late=False)
     table.step(everybody, late=True)
     real = table.steps._replay
@@ -173,7 +173,7 @@ def test_a_step_that_breaks_off_counts_nothing_twice(ran: bool, monkeypatch: Any
 
 def test_a_step_that_nobody_reads_is_counted_anew() -> None:
     """The token that it counted was not taken, as after an exception."""
-    table, everybody = Table(), [1, 2, 5]
+    table, everybody = Table(), [1, 4]
     table.step(everybody, late=False)
     table.step(everybody, late=True)
     kept = [list(s.said) for s in table.speakers]
