@@ -34,6 +34,7 @@ from quire.ops.handles import (
     Sampler,
     States,
     StateTables,
+    count_bytes,
 )
 from quire.ops.table import Ops
 
@@ -60,4 +61,5 @@ __all__ = [
     "Sampler",
     "StateTables",
     "States",
+    "count_bytes",
 ]

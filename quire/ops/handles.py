@@ -91,6 +91,11 @@ class Sampler(Protocol):
         """Takes back what was observed."""
 
 
+def count_bytes(n_vocab: int) -> int:
+    """What a sampler with penalties holds on a device that counts tokens by itself: a word each."""
+    return 4 * n_vocab
+
+
 class Draw(NamedTuple):
     """How the token behind a row is chosen: by whom, and with which random number."""
 

@@ -12,7 +12,7 @@ from quire.config import LoadConfig
 from quire.models.active import truncated
 from quire.models.loader import DOWN, EMBEDDING, EXPERTS, MIXER, NETWORK, OUTPUT, Kit, Part
 from quire.models.registry import build_model
-from quire.ops import Ops
+from quire.ops import Ops, count_bytes
 from quire.ops.cpu import CpuOps
 from quire.placement.arena import Arena, Trace, block_bytes, peak_bytes
 from quire.placement.kernels import Kernels, Step
@@ -21,8 +21,8 @@ from quire.weights.file import WeightFile
 
 PROMPT = 512
 """Tokens of a step, at most; that of the engine's scheduler."""
-_SLACK = {"cuda": 24 << 20}
-"""What torch takes besides, in the pieces in which it asks for memory."""
+_SLACK = 24 << 20
+"""What torch takes besides on a GPU, in the pieces in which it asks for memory."""
 
 
 class _Anywhere(dict[int, tuple[int, int]]):
@@ -76,6 +76,11 @@ class Rehearsal:
             self._vectors.setdefault(self._part, []).extend(sizes)
         self._part = part
 
+    def counts(self, parts: frozenset[Part]) -> int:
+        """Bytes in which sequences count their tokens for penalties, where those are chosen."""
+        here = Part(OUTPUT) in parts
+        return here * self.steps[-1].sequences * count_bytes(self.model.n_vocab)
+
     def vectors(self, parts: frozenset[Part]) -> int:
         """Bytes of vectors that stay."""
         return sum(sum(self._vectors.get(part, ())) for part in parts)
@@ -127,7 +132,9 @@ class Rehearsal:
         if k := ops._kernels:
             scratch = (model.n_vocab + 64 + 15) // 16 * 16 * 6
             ops.array(np.broadcast_to(np.float32(0), (k.threads, scratch)))
-        del rows, logits
+        # Bias and penalties are for a copy, where log-probabilities of the model's own are told.
+        edited = None if k else ops.take_rows(logits, np.zeros(step.sequences, np.int32))
+        del rows, logits, edited
         found[Part(OUTPUT)] = ops.noted()
         self._width, self._rotated = x.shape[1], table.shape[1]
         return found
@@ -159,7 +166,9 @@ def _held(look: Rehearsal, kind: str, parts: frozenset[Part]) -> int:
             arena.run([around, *mine, end])
         return fixed + arena.held
     peak = max(peak_bytes([around, *mine, end], 512) for around, mine, end in steps)
-    return fixed + peak + _SLACK.get(kind, 0)
+    if kind == "cuda":
+        fixed += look.counts(parts) + _SLACK
+    return fixed + peak
 
 
 def rehearse(file: WeightFile, ops: Ops, kind: str, settings: LoadConfig) -> Rehearsal:

@@ -18,6 +18,7 @@ from quire.devices.budget import Budget
 from quire.errors import FileError, RequestError
 from quire.memory.build import attention_layout
 from quire.models.loader import MIXER, OUTPUT, Part
+from quire.ops import count_bytes
 from quire.placement.kernels import Kernels
 from quire.placement.wanted import DoesNotFit
 from tests import tiny
@@ -122,6 +123,18 @@ def test_described_devices(tmp_path: Path) -> None:
             quire.plan(path, devices=wrong)
     with pytest.raises(RequestError, match="there is no n_gpus"):
         quire.plan(path, n_gpus=4)
+
+
+def test_counts_for_penalties_are_planned_where_tokens_are_chosen(tmp_path: Path) -> None:
+    """A word for each token of the vocabulary, and each sequence; logits, and a copy to edit."""
+    tiny.write(tmp_path / "m.gguf", tiny.Tiny(layers=2, context=16))
+    path, few, many = tmp_path / "m.gguf", 100, 1100
+    one, two = (
+        quire.plan(path, devices=["cuda:24GiB", "cpu:8GiB"], n_parallel=n).devices[0].compute
+        for n in (few, many)
+    )
+    n_vocab = len(tiny.vocabulary()["tokenizer.ggml.tokens"])
+    assert two - one >= 3 * (many - few) * count_bytes(n_vocab)
 
 
 def test_the_command(tmp_path: Path) -> None:

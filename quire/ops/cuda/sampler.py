@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from quire.ops import Int32, Sampler
+from quire.ops import Int32, Sampler, count_bytes
 from quire.ops.cuda.machine import Machine, need
 
 _UNKNOWN = -1
@@ -138,7 +138,7 @@ class CudaSampler:
         need(max(words, default=0) < vocab, "a token outside the vocabulary")
         counts = self._on_gpu
         if counts is None:
-            counts = machine.empty(vocab, dtype=torch.int32)
+            counts = machine.empty(count_bytes(vocab) // 4, dtype=torch.int32)
         counts.zero_()
         if words:
             ids, values = machine.upload(np.array([list(words), list(words.values())], np.int64))
