@@ -9,7 +9,7 @@
     attend_native.py prompts.py   how attention of one token, and of prompts, is cut and launched
     paged.py       what attention is made of: kinds of rows, layers, a step's pages
     recurrent_rows.py recur_native.py   which kernel a recurrent layer takes
-    drawing.py     how a token is drawn, cuts and chance
+    sampler.py     drawing.py     what a generation counts, and how its tokens are drawn and told
     copies.py      pages to the host and back, beside the kernels
     steps.py       stage.py       whole steps as graphs, and what passes to and from them
     nvrtc.py       CUDA C++, compiled and launched
