@@ -61,12 +61,7 @@ class Engine(Sequences):
         self.flying: Launched | None = None
         """A step that the device works on, and whose tokens nobody has read yet."""
         self._outputs: list[StepOutput] = []
-        self.room.lend = self.lend
-        self.budget.whole.lenders.append(self.lend)
-
-    def lend(self, up_to: int) -> bool:
-        """Frees something for another model on the same budget, unless a step is under way."""
-        return self.flying is None and self.room.free_for_others(up_to)
+        self.budget.whole.lenders.append(self.room.lend)
 
     def step(self) -> list[StepOutput]:
         """Computes some tokens of everybody who has any to compute."""

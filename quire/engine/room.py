@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from enum import IntEnum
 
-from quire.devices.budget import Lend
 from quire.engine.prefix_cache import PrefixCache
 from quire.engine.sequence import PARKED, Sequence
 from quire.errors import OutOfMemory
@@ -59,8 +58,6 @@ class Room:
         self._active = active  # in order of arrival
         self._seconds_per_token = seconds_per_token
         self._spared: Collection[str] = ()
-        self.lend: Lend = self.free_for_others
-        """How others on the same budget ask for something of this."""
         self.held: Counter[str] = Counter()
         """Checkpoints whose pages somebody reads: those stay here."""
         self._things = (prefix.evict_one, drafts, arrays)
@@ -95,8 +92,12 @@ class Room:
             return True
         return up_to >= Rank.RUNNING and self._from_running(for_)
 
-    def free_for_others(self, up_to: int) -> bool:
-        """Frees one thing for another model on the same budget; nothing that runs."""
+    def lend(self, up_to: int) -> bool:
+        """Frees one thing for another model on the same budget; nothing that runs.
+
+        A step may be under way on the device: what it keeps it has kept when it was launched, and
+        pages change hands, are copied and given back behind it.
+        """
         if any(reclaim() for reclaim in self._things[: up_to + 1]):
             return True
         return up_to >= Rank.RESTING and self._from_resting(None)

@@ -159,7 +159,7 @@ class Models:
 
         def free(llm: LLM) -> bool:
             freed = False
-            while llm.engine.lend(Rank.RESTING):
+            while llm.engine.room.lend(Rank.RESTING):
                 freed = True
             llm.budget.reclaim()
             return freed

@@ -9,6 +9,7 @@ import pytest
 
 import quire
 from quire.devices.device import Int32
+from quire.engine.room import Room
 from quire.errors import RequestError
 from tests import tiny
 from tests.choosing import PENALTIES, PROMPTS, WAYS, Said, alone, result, stream, together
@@ -134,3 +135,36 @@ def test_more_tokens_than_there_are_cannot_be_told(tmp_path: Path) -> None:
             RequestError, match="logprobs asks for 13 tokens; the vocabulary has 12"
         ):
             llm.generate([3, 4], logprobs=13)
+
+
+@pytest.mark.parametrize("swap", [0, "64MiB"])
+def test_models_on_one_budget_lend_while_they_fly(
+    dense: Path, wanted: Said, flying: list[HostSteps], monkeypatch: Any, swap: object
+) -> None:
+    """What rests and what is cached of the one gives way to the other; what flies goes on."""
+    real, lent = Room.lend, []
+
+    def lend(self: Room, up_to: int) -> bool:
+        found = real(self, up_to)
+        lent.append(found and self is llm.engine.room and llm.engine.flying is not None)
+        return found
+
+    monkeypatch.setattr(Room, "lend", lend)
+    with quire.load(dense, threads=1) as roomy:
+        long = roomy.generate([5] * 400, max_tokens=8, ignore_eos=True).token_ids
+        weights = 2 * roomy.budget.breakdown["weights"]
+    for more in range(300_000, 700_000, 100_000):
+        with (
+            quire.load(dense, threads=1, memory_budget=weights + more, swap_space=swap) as llm,
+            quire.load(dense, threads=1, beside=llm) as other,
+        ):
+            sessions = [llm.session().append([20 + i] * 100) for i in range(4)]
+            streams = [stream(llm, i, COUNT) for i in range(len(WAYS))]
+            while llm.engine.flying is None:
+                llm.loop.seat.turn(llm.loop)
+            assert other.generate([5] * 400, max_tokens=8, ignore_eos=True).token_ids == long
+            assert [result(one) for one in streams] == wanted
+            assert [session.tokens for session in sessions] == [[20 + i] * 100 for i in range(4)]
+            llm.memory.audit()
+            other.memory.audit()
+    assert any(lent)
