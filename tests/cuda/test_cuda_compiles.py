@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.ops.cuda import nvrtc
+from quire.ops.cuda import nvrtc, recur_native
 from quire.ops.cuda.machine import OLDEST
 from tests.cuda.test_cuda_native import registers, stack
 
@@ -86,6 +86,7 @@ def compiling(*script: str) -> str:
 SHAPES = {
     "Qwen3.5 27B": {"DK": 128, "DV": 128, "HEADS": 48, "K_HEADS": 16, "TILED": 0, "DELTA": 1},
     "Mamba-2": {"DK": 128, "DV": 64, "HEADS": 24, "K_HEADS": 1, "TILED": 0, "DELTA": 0},
+    "wide": {"DK": 256, "DV": 128, "HEADS": 16, "K_HEADS": 16, "TILED": 0, "DELTA": 1},
     "small": {"DK": 32, "DV": 16, "HEADS": 4, "K_HEADS": 2, "TILED": 1, "DELTA": 1},
 }
 
@@ -95,6 +96,8 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 def test_native_kernels_keep_states_in_registers(shape: str, architecture: str) -> None:
     defines: dict[str, object] = {**SHAPES[shape], "COLUMNS": min(int(SHAPES[shape]["DV"]), 128)}
-    code = nvrtc.compile_source(nvrtc.source_of(["common", "recur"]), architecture, defines)
-    assert set(registers(code)) >= {"decode", "relate", "recur", "fold"}
-    assert stack(code) == 0
+    for kernel, file in recur_native.FILES.items():
+        source = nvrtc.source_of(["common", "recur", f"recur_{file}"])
+        code = nvrtc.compile_source(source, architecture, defines)
+        assert set(registers(code)) == {kernel}
+        assert stack(code) == 0

@@ -11,8 +11,12 @@ import torch
 from quire.ops.cuda.machine import Machine
 from quire.ops.cuda.nvrtc import Kernel, native
 
-THREADS, ROWS, ENTRIES = 128, 32, 16
+THREADS, ENTRIES = 128, 16
+ROWS = 64
+"""Rows of a state in a block of recur_scan.cu."""
 RELATED = 2 * ENTRIES + 4
+FILES = {"decode": "one", "relate": "relate", "recur": "scan", "fold": "fold"}
+"""Where each kernel is: recur_….cu."""
 _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int, ctypes.c_float
 
 
@@ -28,7 +32,7 @@ class _Recur(ctypes.Structure):
 
 
 class _Fold(ctypes.Structure):
-    """FoldArgs of recur.cu."""
+    """FoldArgs of recur_fold.cu."""
 
     _fields_ = (
         ("states", _P), ("logs", _P), ("offsets", _P), ("columns", _P * 4), ("state_words", _L),
@@ -64,12 +68,12 @@ def takes(machine: Machine, layer: Shaped, log_tokens: int) -> bool:
     return not machine.interpreted and whole and aligned
 
 
-def kernel_of(machine: Machine, layer: Shaped, name: str, columns: int = 16) -> Kernel:
+def kernel_of(machine: Machine, layer: Shaped, name: str, **more: int) -> Kernel:
     """A kernel for a layer's shape."""
     return native(machine.device).kernel(
-        ("common", "recur"), name, THREADS, DK=layer.dk, DV=layer.dv, HEADS=layer.heads,
-        K_HEADS=layer.k_heads, TILED=int(layer.tiled), DELTA=int(layer.kind == "delta"),
-        COLUMNS=columns,
+        ("common", "recur", f"recur_{FILES[name]}"), name, THREADS, DK=layer.dk, DV=layer.dv,
+        HEADS=layer.heads, K_HEADS=layer.k_heads, TILED=int(layer.tiled),
+        DELTA=int(layer.kind == "delta"), **more,
     )  # fmt: skip
 
 
@@ -78,14 +82,10 @@ def _parts(layer: Shaped, rows: int) -> int:
     return layer.heads * -(-layer.dv // rows)
 
 
-def _shared(layer: Shaped, rows: int) -> int:
-    """Bytes of a Log of recur.cu."""
-    return 4 * ENTRIES * (layer.dk + rows + 4 + 1)
-
-
-def _chunks(layer: Shaped) -> int:
-    """Bytes of two Chunks of recur.cu: a Log each, with queries, values and what is related."""
-    return 2 * (_shared(layer, ROWS) + 4 * ENTRIES * (layer.dk + ROWS + RELATED + 2))
+def _scan_bytes(layer: Shaped) -> int:
+    """Of Scan of recur_scan.cu: two Chunks, sums with keys and queries, u and what is left."""
+    chunk = 2 * layer.dk + ROWS + RELATED + 2
+    return 4 * ENTRIES * (2 * chunk + 3 * ROWS + 1)
 
 
 def _columns(layer: Shaped, n_seqs: int, processors: int) -> int:
@@ -117,9 +117,8 @@ def recur(
     stream, n_seqs, n_tokens = native(machine.device).stream, len(columns[0]), len(columns[-1])
     if single and layer.dv % 16 == 0:
         columns_each = _columns(layer, n_seqs, native(machine.device).processors)
-        state = columns_each * layer.dk
-        shared = 4 * (state + ENTRIES * (columns_each + 4) + 2 * ENTRIES + 1)
-        decode = kernel_of(machine, layer, "decode", columns_each)
+        shared = 4 * (columns_each * (layer.dk + ENTRIES + 2) + 2 * ENTRIES)
+        decode = kernel_of(machine, layer, "decode", COLUMNS=columns_each)
         grid = _parts(layer, columns_each), n_seqs, 1
         decode.launch(stream, grid, shared, arguments)
         return
@@ -129,7 +128,7 @@ def recur(
     shared = 8 * ENTRIES * (1 + layer.heads // layer.k_heads)
     relate.launch(stream, (n_tokens, layer.k_heads, 1), shared, arguments)
     grid = _parts(layer, ROWS), n_seqs, 1
-    kernel_of(machine, layer, "recur").launch(stream, grid, _chunks(layer), arguments)
+    kernel_of(machine, layer, "recur").launch(stream, grid, _scan_bytes(layer), arguments)
 
 
 def fold(
@@ -144,5 +143,5 @@ def fold(
     )  # fmt: skip
     rows = 16 if layer.dv % 64 else 64
     grid = _parts(layer, rows), len(columns[0]), layers
-    stream = native(machine.device).stream
-    kernel_of(machine, layer, "fold").launch(stream, grid, _shared(layer, rows), arguments)
+    shared = 4 * ENTRIES * (layer.dk + rows + 4)
+    kernel_of(machine, layer, "fold").launch(native(machine.device).stream, grid, shared, arguments)
