@@ -32,8 +32,18 @@ struct Spot {
 
 typedef float4 Rows[R][MINE];
 
-// From rows in order to rows as a thread has them, and back.
-__device__ __forceinline__ void permute(Rows& s, const Spot& at) {
+// Lanes read next to each other, and change the order of rows then.
+__device__ __forceinline__ void load_state(Rows& s, const float* page, const Place& p, const Spot& at, bool known) {
+#pragma unroll
+  for (int r = 0; r < R; r++) {
+    const int column = p.start + at.rows + r;
+    const float* row = page + (long long)(p.head * DV + column) * DK + 4 * at.lane8;
+#pragma unroll
+    for (int i = 0; i < MINE; i++) {
+      const int j = 2 * i + at.odd;
+      s[r][i] = known && column < DV && j < PARTS ? load4(row + 32 * j) : zero4();
+    }
+  }
 #pragma unroll
   for (int bit = R / 2; bit; bit /= 2)
 #pragma unroll
@@ -46,25 +56,11 @@ __device__ __forceinline__ void permute(Rows& s, const Spot& at) {
         }
 }
 
-__device__ __forceinline__ void load_state(Rows& s, const float* page, const Place& p, const Spot& at, bool known) {
+// Once for a prompt, so lanes may well write far from each other.
+__device__ __forceinline__ void store_state(const Rows& s, float* page, const Place& p, const Spot& at) {
 #pragma unroll
   for (int r = 0; r < R; r++) {
-    const int column = p.start + at.rows + r;
-    const float* row = page + (long long)(p.head * DV + column) * DK + 4 * at.lane8;
-#pragma unroll
-    for (int i = 0; i < MINE; i++) {
-      const int j = 2 * i + at.odd;
-      s[r][i] = known && column < DV && j < PARTS ? load4(row + 32 * j) : zero4();
-    }
-  }
-  permute(s, at);
-}
-
-__device__ __forceinline__ void store_state(Rows& s, float* page, const Place& p, const Spot& at) {
-  permute(s, at);
-#pragma unroll
-  for (int r = 0; r < R; r++) {
-    const int column = p.start + at.rows + r;
+    const int column = p.start + at.rows + (r ^ at.lane8);
     float* row = page + (long long)(p.head * DV + column) * DK + 4 * at.lane8;
 #pragma unroll
     for (int i = 0; i < MINE; i++) {
@@ -72,7 +68,6 @@ __device__ __forceinline__ void store_state(Rows& s, float* page, const Place& p
       if (column < DV && j < PARTS) *(float4*)(row + 32 * j) = s[r][i];
     }
   }
-  permute(s, at);
 }
 
 // The first n entries of a log, from where derived values start.
@@ -92,29 +87,31 @@ __device__ __forceinline__ void load_log(Scan& scan, const float* derived, long 
   }
 }
 
-// Has m tokens from a row on copied, to places from n on.
+// Has the last THREADS threads copy m tokens from a row on, to places from n on.
+template <int THREADS>
 __device__ __forceinline__ void fetch(Chunk& to, const RecurArgs& a, int row, int n, int m, const Place& p) {
+  const int me = threadIdx.x - (128 - THREADS);
   constexpr int FOURS = DK / 4, NEAR = RELATED / 4;  // copies of a vector, and of what is related
   const float* mixed = token(a, row) + p.shared * DK;
-  for (int i = threadIdx.x; i < m * 2 * FOURS; i += 128) {
+  for (int i = me; i < m * 2 * FOURS; i += THREADS) {
     const int e = i / (2 * FOURS), query = i / FOURS % 2, at = i % FOURS * 4;
     const float* from = mixed + (long long)e * a.channels + (query ? Q_AT : K_AT);
     copy16(shared_address(&to.vectors[query][n + e][at]), from + at);
   }
   const float* related = a.related + ((long long)row * HEADS + p.head) * RELATED;
-  for (int i = threadIdx.x; i < m * NEAR; i += 128) {
+  for (int i = me; i < m * NEAR; i += THREADS) {
     const int e = i / NEAR, at = i % NEAR * 4;
     copy16(shared_address(&to.related[n + e][at]), related + (long long)e * HEADS * RELATED + at);
   }
-  for (int i = threadIdx.x; i < m * ROWS / 4; i += 128) {
+  for (int i = me; i < m * ROWS / 4; i += THREADS) {
     const int e = i / (ROWS / 4), column = i % (ROWS / 4) * 4;
     const bool inside = p.start + column < DV;
     const float* from = token(a, row + e) + V_AT + p.head * DV + p.start + column;
     copy16_if(shared_address(&to.v[n + e][column]), inside ? from : a.mixed, inside);
   }
-  if (threadIdx.x < m) {
-    copy4(shared_address(&to.page[n + threadIdx.x]), a.page + row + threadIdx.x);
-    copy4(shared_address(&to.slot[n + threadIdx.x]), a.slot + row + threadIdx.x);
+  if (me < m) {
+    copy4(shared_address(&to.page[n + me]), a.page + row + me);
+    copy4(shared_address(&to.slot[n + me]), a.slot + row + me);
   }
   commit_copies();
 }
@@ -145,7 +142,8 @@ __device__ __forceinline__ void multiply(const Rows& s, Scan& scan, const Chunk&
 }
 
 // Tokens from place n to place `stop` in one row, each with what those before it left; place 0 has a
-// row of `out`. u of all of them is kept as far as it will be left, if they are to be folded.
+// row of `out`. u of all of them is kept as far as it will be left, if they are to be folded. Four at
+// a time, whether they are there or not, so that nothing but u has to be waited for.
 __device__ __forceinline__ void advance(const RecurArgs& a, Scan& scan, const Chunk& chunk, int row, int n, int stop,
                                         float skip, bool folds, const Place& p) {
   const int at = threadIdx.x, column = p.head * DV + p.start + at;
@@ -154,15 +152,25 @@ __device__ __forceinline__ void advance(const RecurArgs& a, Scan& scan, const Ch
 #pragma unroll
   for (int e = 0; e < ENTRIES; e++) u[e] = e < n ? scan.u[e][at] : 0.f;
 #pragma unroll
-  for (int e = 0; e < ENTRIES; e++) {
-    if (e < n || e >= stop) continue;
-    const float *near = chunk.related[e], v = chunk.v[e][at];
-    const float4 told = *(const float4*)(near + 2 * ENTRIES);
-    const Gates g = {told.x, told.y, told.z, told.w};
-    u[e] = added_by(g, v, __fmaf_rn(g.decay, scan.sums[0][e][at], of_entries(near, u, e)));
-    const float y = __fmaf_rn(g.decay, scan.sums[1][e][at], of_entries(near + ENTRIES, u, e + 1));
-    a.out[(long long)(row + e) * VALUES + column] = output_of(y, v, skip);
-    if (chunk.page[e] >= 0) entry_of(a, chunk.page[e], chunk.slot[e])[a.cols + KEYS + column] = u[e];
+  for (int four = 0; four < ENTRIES; four += 4) {
+    if (four + 4 <= n || four >= stop) continue;
+    float y[4];
+#pragma unroll
+    for (int e = four; e < four + 4; e++) {
+      const float *near = chunk.related[e], v = chunk.v[e][at];
+      const float4 told = *(const float4*)(near + 2 * ENTRIES);
+      const Gates g = {told.x, told.y, told.z, told.w};
+      const float own = added_by(g, v, __fmaf_rn(g.decay, scan.sums[0][e][at], of_entries(near, u, e)));
+      u[e] = e >= n && e < stop ? own : u[e];
+      y[e - four] = __fmaf_rn(g.decay, scan.sums[1][e][at], of_entries(near + ENTRIES, u, e + 1));
+      y[e - four] = output_of(y[e - four], v, skip);
+    }
+#pragma unroll
+    for (int e = four; e < four + 4; e++) {
+      if (e < n || e >= stop) continue;
+      a.out[(long long)(row + e) * VALUES + column] = y[e - four];
+      if (chunk.page[e] >= 0) entry_of(a, chunk.page[e], chunk.slot[e])[a.cols + KEYS + column] = u[e];
+    }
   }
   if (folds)
 #pragma unroll
@@ -190,9 +198,9 @@ __device__ __forceinline__ void fold(Rows& s, const Scan& scan, const Chunk& chu
   }
 }
 
-// Block x has some rows of a head, block y a sequence. The next chunk is on its way while one is
-// worked on.
-extern "C" __global__ void __launch_bounds__(128, DK > 128 ? 2 : 3) recur(const RecurArgs a) {
+// Block x has some rows of a head, block y a sequence. While some threads have a row each, the others
+// fetch the next chunk.
+extern "C" __global__ void __launch_bounds__(128, 2) recur(const RecurArgs a) {
   Scan& scan = *(Scan*)shared_memory;
   const Place p = place<ROWS>();
   const Spot at;
@@ -204,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(128, DK > 128 ? 2 : 3) recur(const 
   if (a.page[first] < 0 && state_out < 0) return zeros(a, first, count, p.head, p.start, ROWS);
   int n = a.length[seq], room = a.room[seq], turn = 0;
   int m = end == 0 ? 0 : min(room - n, end > 0 ? end : count);
-  fetch(scan.chunks[0], a, first, n, m, p);
+  fetch<128>(scan.chunks[0], a, first, n, m, p);
   Rows s;
   const int state_in = a.state_in[seq];
   load_state(s, a.states + state_in * a.state_words + a.state_at, p, at, state_in >= 0);
@@ -218,12 +226,12 @@ extern "C" __global__ void __launch_bounds__(128, DK > 128 ? 2 : 3) recur(const 
     const bool folds = after == end || (stop == room && after < count);
     const int next = after < count ? min(a.log_tokens, (end > after ? end : count) - after) : 0;
     turn ^= 1;
-    fetch(scan.chunks[turn], a, first + after, 0, next, p);
     const float last = stop ? chunk.related[stop - 1][2 * ENTRIES] : 0.f;
     if (threadIdx.x < stop) scan.left[threadIdx.x] = expf(__fsub_rn(last, chunk.related[threadIdx.x][2 * ENTRIES]));
     multiply(s, scan, chunk, n, stop, at);
     __syncthreads();
     if (threadIdx.x < ROWS) advance(a, scan, chunk, first + i - n, n, stop, skip, folds, p);
+    else fetch<128 - ROWS>(scan.chunks[turn], a, first + after, 0, next, p);
     if (folds) {
       __syncthreads();
       fold(s, scan, chunk, stop, expf(last), at);
