@@ -33,24 +33,25 @@ extern "C" __global__ void __launch_bounds__(128) in_place(const InPlaceArgs a) 
   }
   wait_for_previous();
   let_next_start();
-  RecurArgs like{};
-  like.x = a.x, like.mixed = a.mixed, like.cols = a.cols, like.channels = a.channels;
-  Token t;
-  load_token(t, like, seq, p);
+  const float* token = a.mixed + (long long)seq * a.channels;
+  const float* raw = a.x + (long long)seq * a.cols + a.channels + p.head;
+  float4 k[PARTS], q[PARTS];
+  load_part(k, token + K_AT + p.shared * DK, p.lane8);
+  load_part(q, token + Q_AT + p.shared * DK, p.lane8);
   float v[STEPS];
-  for (int i = 0; i < STEPS; i++) v[i] = load(values_of(like, seq, p) + mine + i * 16);
-  const float decay = expf(a.a[p.head] * softplus(t.gate + a.dt_bias[p.head]));
-  const float rate = 1.f / (1.f + expf(-t.rate)), own = over_row(dot(t.k, t.q));
+  for (int i = 0; i < STEPS; i++) v[i] = load(token + V_AT + p.head * DV + mine + i * 16);
+  const float decay = expf(a.a[p.head] * softplus(load(raw + GATE_AT) + a.dt_bias[p.head]));
+  const float rate = rate_of(load(raw + RATE_AT)), own = over_row(dot(k, q));
 #pragma unroll
   for (int i = 0; i < STEPS; i++) {
     wait_copies_but(STEPS - 1 - i);
     float4 s[PARTS];
     for (int j = 0; j < PARTS; j++) s[j] = shared_memory[(i * PARTS + j) * 128 + threadIdx.x];
-    float u = rate * (v[i] - decay * over_row(dot(s, t.k)));
-    float y = (decay * over_row(dot(s, t.q)) + own * u) * rsqrtf((float)DK);
+    float u = rate * (v[i] - decay * over_row(dot(s, k)));
+    float y = (decay * over_row(dot(s, q)) + own * u) * rsqrtf((float)DK);
     if (p.lane8 == 0) a.out[(long long)seq * VALUES + p.head * DV + mine + i * 16] = y;
     for (int j = 0; j < PARTS; j++)
-      ((float4*)(state + i * 16 * DK))[p.lane8 + 8 * j] = added(scaled(s[j], decay), u, t.k[j]);
+      ((float4*)(state + i * 16 * DK))[p.lane8 + 8 * j] = added(scaled(s[j], decay), u, k[j]);
   }
 }
 """
@@ -75,4 +76,4 @@ def in_place_kernel(columns: int) -> nvrtc.Kernel:
     here = nvrtc.native(torch.device("cuda", 0))
     code, module = nvrtc.compile_source(source, here.architecture, shape), ctypes.c_void_p()
     call("cuModuleLoadData", ctypes.byref(module), code)
-    return nvrtc.Kernel(module, "in_place", 128, here.most_shared - 1024)
+    return nvrtc.Kernel(module, "in_place", 128, here.most_shared, here.clusters)

@@ -2,8 +2,10 @@
 
 The shape is that of Qwen3.5-27B: 48 layers of 16/48 heads of 128, 151 MB of state for each
 sequence. A step is timed as a captured graph of all layers, convolutions included, beside the same
-step with an update of the states in place. Its `mean` is the step on a log of 8 entries plus a
-sixteenth of a fold of 16. Medians of several replays; every figure is in microseconds.
+step with an update of the states in place, by the best of three sizes of blocks. Its `mean` is the
+step on a log of 8 entries plus a sixteenth of a fold of 16. A checkpoint is beside copies of a
+state's bytes to and from the host, as an engine makes that keeps states there. Medians of several
+replays; every figure is in microseconds.
 
     python bench/cuda_recurrent.py [--batches 1 16 64 256] [--layers 48] [--seconds 0.2]
 """
@@ -30,7 +32,8 @@ from quire.memory.groups.state_layout import RecurrentSpec, StateLayout
 from quire.memory.groups.views import StateView
 from quire.memory.memory import Memory
 from quire.ops.cuda import CudaOps, Machine, recur_native
-from quire.ops.cuda.recurrent_rows import CudaLayer
+from quire.ops.cuda.recurrent_layer import CudaLayer, Places
+from quire.ops.cuda.recurrent_rows import fold
 
 LOG = 16
 WIDTH = 4
@@ -93,23 +96,20 @@ class Rig:
 
         return run
 
-    def step_in_place(self) -> Callable[[], None]:
-        """All layers over one token of each sequence, by updating states."""
-        columns = recur_native._columns(self.layers[0], self.batch, 132)
-        x, kernel = self.inputs(self.batch), in_place_kernel(columns)
-        out = torch.empty(self.batch, HEADS * DIM, device="cuda")
-        mixed = torch.randn(self.batch, CHANNELS, device="cuda") * 0.1
-        mixes = self.mixing(x)
+    def step_in_place(self, columns: int) -> Callable[[], None]:
+        """All layers over one token of each sequence, by updating states; rows of a block."""
+        kernel, x = in_place_kernel(columns), self.inputs(self.batch)
+        out, mixes = torch.empty(self.batch, HEADS * DIM, device="cuda"), self.mixing(x)
 
         def run() -> None:
-            for layer, (at, _) in zip(self.layers, self.layout.offsets, strict=True):
-                mixes(layer, at)
+            for layer, (at, log_at) in zip(self.layers, self.layout.offsets, strict=True):
+                mixed = mixes(layer, at, log_at)
                 tensors = x.values, mixed, layer.a, layer.dt_bias, out, self.states
                 sizes = self.layout.state_page_bytes // 4, at // 4 + layer.tail_words
                 given = InPlace(*(t.data_ptr() for t in tensors), *sizes, layer.in_cols, CHANNELS)
-                stream = torch.cuda.current_stream().cuda_stream
+                grid = HEADS * DIM // columns, self.batch, 1
                 kernel.launch(
-                    stream, (HEADS * DIM // columns, self.batch, 1), columns * DIM * 4, given
+                    recur_native.native(mixed.device).stream, grid, columns * DIM * 4, given
                 )
 
         return run
@@ -119,29 +119,22 @@ class Rig:
         mixes = self.mixing(self.inputs(self.batch))
 
         def run() -> None:
-            for layer, (at, _) in zip(self.layers, self.layout.offsets, strict=True):
-                mixes(layer, at)
+            for layer, places in zip(self.layers, self.layout.offsets, strict=True):
+                mixes(layer, *places)
 
         return run
 
-    def mixing(self, x: Any) -> Callable[[CudaLayer, int], None]:
+    def mixing(self, x: Any) -> Callable[[CudaLayer, int, int], torch.Tensor]:
         """The convolution of a step, as `recur` runs it."""
-        from quire.ops.cuda.kernels import recur as kernels
-
         rows = np.arange(self.batch, dtype=np.int32)
         bases = self.states.data_ptr(), self.logs.data_ptr()
         states: Any = self.ops.states(self.view(0), *bases, rows)
-        first, _, state_in, log_in, length, state_out, end, _, seq, page, slot, _ = states.columns
         mixed = torch.empty(self.batch, CHANNELS, device="cuda")
 
-        def run(layer: CudaLayer, at: int) -> None:
-            keys = K_HEADS * DIM
-            kernels.mix[(self.batch, CHANNELS // DIM)](
-                x.values, mixed, layer.weight, layer.weight, *bases, first, state_in, log_in,
-                length, state_out, end, seq, page, slot, at // 4, 0, *states.places.words,
-                layer.in_cols, CHANNELS, 0, CHANNELS, DIM, 2 * keys, keys, 2 * keys, WIDTH=WIDTH,
-                BLOCK=DIM, BIAS=False, GATED=False, EARLY=True, num_warps=1,
-            )  # fmt: skip
+        def run(layer: CudaLayer, state_at: int, log_at: int) -> torch.Tensor:
+            told = recur_native.arguments(layer, states, state_at, log_at, x.values, mixed, mixed)
+            recur_native.mix(self.ops.machine, layer, told)
+            return mixed
 
         return run
 
@@ -152,8 +145,6 @@ class Rig:
         out, layout = (pages + 1).astype(np.int32), self.layout
         columns = self.ops.machine.upload_all([pages, pages, np.full_like(pages, LOG), out])
         offsets = self.ops._uploaded(layout.offsets)
-        from quire.ops.cuda.recurrent_rows import Places, fold
-
         bases = self.states.data_ptr(), layout.state_page_bytes, self.logs.data_ptr()
         places = Places(*bases, layout.log_page_bytes, layout.log_stride, LOG)
         machine = self.ops.machine
@@ -182,7 +173,8 @@ def timed(run: Callable[[], None], seconds: float) -> float:
 def steps(batch: int, n_layers: int, seconds: float) -> dict[str, float]:
     """Times of all kinds of steps of one batch."""
     rig = Rig(batch, n_layers)
-    found = {"in place": timed(rig.step_in_place(), seconds)}
+    in_place = [timed(rig.step_in_place(columns), seconds) for columns in (128, 64, 32)]
+    found = {"in place": min(in_place)}
     for length in (0, 8, 15):
         found[f"log of {length}"] = timed(rig.step(length, 1), seconds)
     found["convolution"] = timed(rig.only_mixing(), seconds)
@@ -253,15 +245,24 @@ def checkpoints(n_layers: int) -> dict[str, float]:
     result["bytes moved"] = float(sum(moved))
     page = rig.states[0]
     result["bytes of a state"] = float(page.nbytes)
-    for name, pinned in (("to pinned host", True), ("to pageable host", False)):
+    for name, pinned in (("pinned", True), ("pageable", False)):
         host = torch.empty(page.shape, pin_memory=pinned)
-        for _ in range(3):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            host.copy_(page)
-            torch.cuda.synchronize()
-            result[name] = round((time.perf_counter() - start) * 1e6, 1)
+        host.fill_(0)  # so that its pages are there
+        result[f"to {name} host"] = copied(host, page)
+        result[f"from {name} host"] = copied(page, host)
     return result
+
+
+def copied(to: torch.Tensor, source: torch.Tensor) -> float:
+    """Microseconds of a copy."""
+    times: list[float] = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        to.copy_(source)
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) * 1e6)
+    return round(statistics.median(times), 1)
 
 
 def main() -> None:

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from quire.memory.groups.state_pools import Mode, choose_at_positions
 from quire.ops import Ops, Refused
 from quire.ops.cuda.recurrent import state_places
-from quire.ops.cuda.recurrent_rows import CudaStates, StateShape, state_columns
+from quire.ops.cuda.recurrent_layer import CudaStates, StateShape
+from quire.ops.cuda.recurrent_rows import state_columns
 from tests.cuda.sides import GPU, Bytes, close, cuda, reference, same_bits
 
 Floats = NDArray[np.float32]

@@ -4,30 +4,33 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
 from quire.ops.cuda.machine import Machine
 from quire.ops.cuda.nvrtc import Kernel, native
+from quire.ops.cuda.recurrent_layer import CudaLayer, CudaStates, Places
 
 THREADS, ENTRIES = 128, 16
 ROWS = 64
 """Rows of a state in a block of recur_scan.cu."""
 RELATED = 2 * ENTRIES + 4
-FILES = {"decode": "one", "relate": "relate", "recur": "scan", "fold": "fold"}
+TOKENS, MANY = 8, 256
+"""Tokens that a warp of recur_mix.cu takes if there are many, and how many these are."""
+FILES = {"mix": "mix", "decode": "one", "relate": "relate", "recur": "scan", "fold": "fold"}
 """Where each kernel is: recur_….cu."""
 _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int, ctypes.c_float
 
 
-class _Recur(ctypes.Structure):
+class RecurArgs(ctypes.Structure):
     """RecurArgs of recur.cu."""
 
     _fields_ = (
-        ("x", _P), ("mixed", _P), ("out", _P), ("a", _P), ("dt_bias", _P), ("skip", _P),
-        ("states", _P), ("logs", _P), ("columns", _P * 12), ("related", _P), ("state_at", _L),
-        ("log_at", _L), ("state_words", _L), ("log_words", _L), ("log_stride", _L), ("cols", _I),
-        ("channels", _I), ("log_tokens", _I), ("dt_low", _F), ("dt_high", _F),
+        ("x", _P), ("weight", _P), ("bias", _P), ("a", _P), ("dt_bias", _P), ("skip", _P),
+        ("mixed", _P), ("out", _P), ("states", _P), ("logs", _P), ("columns", _P * 12),
+        ("related", _P), ("tail_at", _L), ("state_at", _L), ("log_at", _L), ("state_words", _L),
+        ("log_words", _L), ("log_stride", _L), ("tokens", _I), ("cols", _I), ("channels", _I),
+        ("log_tokens", _I), ("dt_low", _F), ("dt_high", _F),
     )  # fmt: skip
 
 
@@ -40,35 +43,14 @@ class _Fold(ctypes.Structure):
     )  # fmt: skip
 
 
-class Shaped(Protocol):
-    """A layer, as far as kernels are compiled for it."""
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def in_cols(self) -> int: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def k_heads(self) -> int: ...
-    @property
-    def dk(self) -> int: ...
-    @property
-    def dv(self) -> int: ...
-    @property
-    def channels(self) -> int: ...
-    @property
-    def tiled(self) -> bool: ...
-
-
-def takes(machine: Machine, layer: Shaped, log_tokens: int) -> bool:
+def takes(machine: Machine, layer: CudaLayer, log_tokens: int) -> bool:
     """Whether rows are whole groups of 32 values at multiples of 16 bytes, and logs short."""
-    whole = layer.dk % 32 == 0 and layer.dk <= 256 and log_tokens <= ENTRIES
+    whole = layer.kind != "conv" and layer.dk % 32 == 0 and layer.dk <= 256
     aligned = (layer.in_cols | layer.channels | layer.dv) % 4 == 0
-    return not machine.interpreted and whole and aligned
+    return not machine.interpreted and whole and aligned and log_tokens <= ENTRIES
 
 
-def kernel_of(machine: Machine, layer: Shaped, name: str, **more: int) -> Kernel:
+def kernel_of(machine: Machine, layer: CudaLayer, name: str, **more: int) -> Kernel:
     """A kernel for a layer's shape."""
     return native(machine.device).kernel(
         ("common", "recur", f"recur_{FILES[name]}"), name, THREADS, DK=layer.dk, DV=layer.dv,
@@ -77,18 +59,18 @@ def kernel_of(machine: Machine, layer: Shaped, name: str, **more: int) -> Kernel
     )  # fmt: skip
 
 
-def _parts(layer: Shaped, rows: int) -> int:
+def _parts(layer: CudaLayer, rows: int) -> int:
     """Blocks that share a state, with so many rows each."""
     return layer.heads * -(-layer.dv // rows)
 
 
-def _scan_bytes(layer: Shaped) -> int:
+def _scan_bytes(layer: CudaLayer) -> int:
     """Of Scan of recur_scan.cu: two Chunks, sums with keys and queries, u and what is left."""
     chunk = 2 * layer.dk + ROWS + RELATED + 2
     return 4 * ENTRIES * (2 * chunk + 3 * ROWS + 1)
 
 
-def _columns(layer: Shaped, n_seqs: int, processors: int) -> int:
+def _columns(layer: CudaLayer, n_seqs: int, processors: int) -> int:
     """Rows of a state for a block that has one token: many, unless too few blocks were left.
 
     At 64 sequences of 48 heads of 128, blocks of 128, 64 and 32 took 3.5, 3.7 and 3.9 ms.
@@ -100,48 +82,68 @@ def _columns(layer: Shaped, n_seqs: int, processors: int) -> int:
     return sizes[-1]
 
 
-def recur(
-    machine: Machine, layer: Shaped, tensors: Sequence[torch.Tensor], bases: tuple[int, int],
-    columns: Sequence[torch.Tensor], offsets: tuple[int, int], words: tuple[int, int, int],
-    log_tokens: int, dt_limits: tuple[float, float], single: bool,
-) -> None:  # fmt: skip
-    """x, mixed, out, a, dt_bias and skip; then what `kernels.recur` takes as well.
-
-    `single`: each sequence has one token, which goes into its log.
-    """
-    arguments = _Recur(
-        *(each.data_ptr() for each in tensors), *bases,
-        (_P * 12)(*(column.data_ptr() for column in columns)), None, *offsets, *words,
-        layer.in_cols, layer.channels, log_tokens, *dt_limits,
+def arguments(
+    layer: CudaLayer, states: CudaStates, state_at: int, log_at: int, x: torch.Tensor,
+    mixed: torch.Tensor, out: torch.Tensor,
+) -> RecurArgs:  # fmt: skip
+    """What kernels are told of a step."""
+    bias = None if layer.bias is None else layer.bias.data_ptr()
+    values = (layer.a, layer.dt_bias, layer.d, mixed, out)
+    at = states.places
+    return RecurArgs(
+        x.data_ptr(), layer.weight.data_ptr(), bias, *(each.data_ptr() for each in values),
+        *at.bases, (_P * 12)(*(column.data_ptr() for column in states.columns)), None,
+        state_at // 4, state_at // 4 + layer.tail_words, log_at // 4, *at.words,
+        states.shape.tokens, layer.in_cols, layer.channels, at.log_tokens, *layer.dt_limits,
     )  # fmt: skip
-    stream, n_seqs, n_tokens = native(machine.device).stream, len(columns[0]), len(columns[-1])
+
+
+def mix(machine: Machine, layer: CudaLayer, told: RecurArgs) -> None:
+    """What the recurrence takes, raw inputs and keys in logs, and tails of states."""
+    tokens = TOKENS if told.tokens >= MANY else 1
+    kernel = kernel_of(machine, layer, "mix", WIDTH=layer.width, TOKENS=tokens)
+    grid = -(-told.tokens // tokens), -(-(2 * layer.k_heads + layer.heads) // 4), 1
+    kernel.launch(native(machine.device).stream, grid, 0, told)
+
+
+def recur(
+    machine: Machine, layer: CudaLayer, states: CudaStates, state_at: int, log_at: int,
+    x: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """Takes new tokens through a layer: outputs, states, logs and tails."""
+    n_tokens, n_seqs, single = states.shape
+    mixed = machine.empty(n_tokens, layer.channels)
+    out = machine.empty(n_tokens, layer.out_cols)
+    told = arguments(layer, states, state_at, log_at, x, mixed, out)
+    mix(machine, layer, told)
+    on = native(machine.device)
     if single and layer.dv % 16 == 0:
-        columns_each = _columns(layer, n_seqs, native(machine.device).processors)
-        shared = 4 * (columns_each * (layer.dk + ENTRIES + 2) + 2 * ENTRIES)
-        decode = kernel_of(machine, layer, "decode", COLUMNS=columns_each)
-        grid = _parts(layer, columns_each), n_seqs, 1
-        decode.launch(stream, grid, shared, arguments)
-        return
+        columns = _columns(layer, n_seqs, on.processors)
+        shared = 4 * (columns * (layer.dk + ENTRIES + 2) + 2 * ENTRIES)
+        decode = kernel_of(machine, layer, "decode", COLUMNS=columns)
+        decode.launch(on.stream, (_parts(layer, columns), n_seqs, 1), shared, told)
+        return out
     related = machine.empty(n_tokens, layer.heads, RELATED)
-    arguments.related = related.data_ptr()
-    relate = kernel_of(machine, layer, "relate")
+    told.related = related.data_ptr()
     shared = 8 * ENTRIES * (1 + layer.heads // layer.k_heads)
-    relate.launch(stream, (n_tokens, layer.k_heads, 1), shared, arguments)
+    relate = kernel_of(machine, layer, "relate")
+    relate.launch(on.stream, (n_tokens, layer.k_heads, 1), shared, told)
     grid = _parts(layer, ROWS), n_seqs, 1
-    kernel_of(machine, layer, "recur").launch(stream, grid, _scan_bytes(layer), arguments)
+    kernel_of(machine, layer, "recur").launch(on.stream, grid, _scan_bytes(layer), told)
+    return out
 
 
 def fold(
-    machine: Machine, layer: Shaped, bases: tuple[int, int], offsets: torch.Tensor,
-    columns: Sequence[torch.Tensor], words: tuple[int, int, int], tail_words: int,
+    machine: Machine, layer: CudaLayer, places: Places, offsets: torch.Tensor,
+    columns: Sequence[torch.Tensor],
 ) -> None:  # fmt: skip
-    """What `kernels.fold` does."""
+    """Folds logs into states in all layers: `recurrent_rows.fold` without tails."""
     layers = len(offsets) // 2
-    arguments = _Fold(
-        *bases, offsets.data_ptr(), (_P * 4)(*(column.data_ptr() for column in columns)), *words,
-        layers, tail_words, layer.in_cols,
+    told = _Fold(
+        *places.bases, offsets.data_ptr(), (_P * 4)(*(column.data_ptr() for column in columns)),
+        *places.words, layers, layer.tail_words, layer.in_cols,
     )  # fmt: skip
     rows = 16 if layer.dv % 64 else 64
     grid = _parts(layer, rows), len(columns[0]), layers
     shared = 4 * ENTRIES * (layer.dk + rows + 4)
-    kernel_of(machine, layer, "fold").launch(native(machine.device).stream, grid, shared, arguments)
+    kernel_of(machine, layer, "fold").launch(native(machine.device).stream, grid, shared, told)

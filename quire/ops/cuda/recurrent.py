@@ -10,20 +10,16 @@ import torch
 from quire.ops import Array, Float32, Int32, Recurrent, States, StateTables
 from quire.ops.cuda.arrays import Arrays, values_of
 from quire.ops.cuda.machine import Machine, need, need_apart, need_ids
-from quire.ops.cuda.recurrent_rows import (
+from quire.ops.cuda.recurrent_layer import (
     CudaLayer,
     CudaStates,
     Places,
     StateShape,
-    fold,
     layer_of,
     layers_of,
     need_placed,
-    raw_inputs,
-    run,
-    state_columns,
-    state_shape,
 )
+from quire.ops.cuda.recurrent_rows import fold, raw_inputs, run, state_columns, state_shape
 
 
 class RecurrentLayers(Arrays):

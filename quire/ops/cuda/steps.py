@@ -33,7 +33,8 @@ from quire.ops.cuda.kernels import rows as kernels
 from quire.ops.cuda.machine import Machine, OnDevice, power_of_two
 from quire.ops.cuda.paged import Paged, PageShape, filled, page_columns, shape_of
 from quire.ops.cuda.recurrent import state_places
-from quire.ops.cuda.recurrent_rows import CudaStates, StateShape, state_columns, state_shape
+from quire.ops.cuda.recurrent_layer import CudaStates, StateShape
+from quire.ops.cuda.recurrent_rows import state_columns, state_shape
 from quire.ops.cuda.sampler import sampler_of
 from quire.ops.cuda.stage import Clock, Drawn, Events, Stage
 

@@ -13,14 +13,13 @@ constexpr int RELATED = 2 * ENTRIES + 4;  // shares of entries in sums with k an
 constexpr int KEYS = K_HEADS * DK, VALUES = HEADS * DV;
 
 struct RecurArgs {
-  const float *x, *mixed;
-  float* out;
-  const float *a, *dt_bias, *skip;
+  const float *x, *weight, *bias, *a, *dt_bias, *skip;
+  float *mixed, *out;
   float *states, *logs;
   const int *first, *count, *state_in, *log_in, *length, *state_out, *state_end, *room, *seq, *page, *slot, *entry;
   float* related;  // [tokens][HEADS][RELATED], what `relate` tells `recur`
-  long long state_at, log_at, state_words, log_words, log_stride;
-  int cols, channels, log_tokens;
+  long long tail_at, state_at, log_at, state_words, log_words, log_stride;
+  int tokens, cols, channels, log_tokens;
   float dt_low, dt_high;
 };
 

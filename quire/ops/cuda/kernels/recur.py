@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
 
 
 @triton.jit
@@ -58,14 +57,11 @@ def mix(
     log_words, log_stride, cols, channels, start_col, end_col, head_cols, normed_cols, key_start,
     key_end,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr,
-    EARLY: tl.constexpr,
 ):  # fmt: skip
     """What a token's recurrence takes: silu of the convolution, brought to length 1 up to
     `normed_cols`; or, GATED, all that a short convolution does. Keeps raw inputs and keys in the
     log, and the tail of a state that is written.
     """
-    if EARLY:  # the next kernel has much to fetch before it needs what this one makes
-        gdc_launch_dependents()
     row = tl.program_id(0)
     seq, page = tl.load(row_seq + row), tl.load(row_page + row)
     state_out = tl.load(seq_state_out + seq)
