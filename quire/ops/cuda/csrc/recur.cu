@@ -5,7 +5,7 @@
 // of eight parts of it, then a tree over the eight; a token adds to it what each entry of the log has
 // in it, one after the other. So what a token gets depends on its head's values alone, whether it
 // comes by itself (`decode`) or with others (`recur`). Compiled for one shape: DK (a multiple of 32),
-// DV, HEADS, K_HEADS, TILED and DELTA. Blocks have 128 threads.
+// DV, HEADS, K_HEADS, TILED and DELTA. Blocks have 128 threads where nothing else is said.
 
 constexpr int ENTRIES = 16;  // of a log, at most
 constexpr int PARTS = DK / 32;
@@ -164,9 +164,9 @@ __device__ __forceinline__ void keep_gates(const RecurArgs& a, float* entry, flo
   if (DELTA) entry[a.channels + RATE_AT + head] = rate;
 }
 
+// For some columns, of which each has a thread.
 __device__ __forceinline__ void zeros(const RecurArgs& a, int first, int count, int head, int column, int columns) {
-  for (int i = threadIdx.x; i < count * columns; i += 128) {
-    int at = column + i % columns;
-    if (at < DV) a.out[(long long)(first + i / columns) * VALUES + head * DV + at] = 0.f;
-  }
+  const int at = column + threadIdx.x;
+  for (int i = 0; i < count; i++)
+    if (threadIdx.x < columns && at < DV) a.out[(long long)(first + i) * VALUES + head * DV + at] = 0.f;
 }

@@ -2,6 +2,7 @@
 
 constexpr int ROWS = 64;               // of a state in a block
 constexpr int R = 8;                   // of them in a thread; 16 threads share those
+constexpr int BLOCK = ROWS / R * 16;   // threads
 constexpr int MINE = (PARTS + 1) / 2;  // parts of a row that a thread has: even ones or odd ones
 
 // Tokens between two folds, at the places that they have in a log, and what `relate` tells of them.
@@ -18,11 +19,13 @@ struct Scan {
   float left[ENTRIES];           // of each entry, where it is folded
 };
 
-// Where a thread is among the sixteen that share eight rows. Its row r is row r ^ lane8 of them: so
-// sums over rows, of which each lane ends up with one, need no choice of what to give away.
+// Where a thread is among the sixteen that share R rows. Its row r is row r ^ turn of them: so sums over
+// rows, of which each lane ends up with one, need no choice of what to give away.
 struct Spot {
-  int lane8, odd, rows;
-  __device__ __forceinline__ Spot() : lane8(threadIdx.x & 7), odd(threadIdx.x >> 3 & 1), rows((threadIdx.x >> 4) * R) {}
+  int lane8, odd, rows, turn;
+  __device__ __forceinline__ Spot() : lane8(threadIdx.x & 7), odd(threadIdx.x >> 3 & 1), rows((threadIdx.x >> 4) * R) {
+    turn = lane8 * R / 8;
+  }
   // Part i of a vector.
   __device__ __forceinline__ float4 part(const float* vector, int i) const {
     const int j = 2 * i + odd;
@@ -52,7 +55,7 @@ __device__ __forceinline__ void load_state(Rows& s, const float* page, const Pla
 #pragma unroll
         for (int i = 0; i < MINE; i++) {
           const float4 low = s[r][i], high = s[r | bit][i];
-          s[r][i] = at.lane8 & bit ? high : low, s[r | bit][i] = at.lane8 & bit ? low : high;
+          s[r][i] = at.turn & bit ? high : low, s[r | bit][i] = at.turn & bit ? low : high;
         }
 }
 
@@ -60,7 +63,7 @@ __device__ __forceinline__ void load_state(Rows& s, const float* page, const Pla
 __device__ __forceinline__ void store_state(const Rows& s, float* page, const Place& p, const Spot& at) {
 #pragma unroll
   for (int r = 0; r < R; r++) {
-    const int column = p.start + at.rows + (r ^ at.lane8);
+    const int column = p.start + at.rows + (r ^ at.turn);
     float* row = page + (long long)(p.head * DV + column) * DK + 4 * at.lane8;
 #pragma unroll
     for (int i = 0; i < MINE; i++) {
@@ -73,11 +76,11 @@ __device__ __forceinline__ void store_state(const Rows& s, float* page, const Pl
 // The first n entries of a log, from where derived values start.
 __device__ __forceinline__ void load_log(Scan& scan, const float* derived, long long stride, int n, const Place& p) {
   Chunk& chunk = scan.chunks[0];
-  for (int i = threadIdx.x; i < n * DK / 4; i += 128) {
+  for (int i = threadIdx.x; i < n * DK / 4; i += BLOCK) {
     const int e = i / (DK / 4), at = i % (DK / 4) * 4;
     *(float4*)&chunk.vectors[0][e][at] = load4(derived + e * stride + p.shared * DK + at);
   }
-  for (int i = threadIdx.x; i < n * ROWS; i += 128) {
+  for (int i = threadIdx.x; i < n * ROWS; i += BLOCK) {
     const int e = i / ROWS, column = p.start + i % ROWS;
     scan.u[e][i % ROWS] = column < DV ? load(derived + e * stride + KEYS + p.head * DV + column) : 0.f;
   }
@@ -90,7 +93,7 @@ __device__ __forceinline__ void load_log(Scan& scan, const float* derived, long 
 // Has the last THREADS threads copy m tokens from a row on, to places from n on.
 template <int THREADS>
 __device__ __forceinline__ void fetch(Chunk& to, const RecurArgs& a, int row, int n, int m, const Place& p) {
-  const int me = threadIdx.x - (128 - THREADS);
+  const int me = threadIdx.x - (BLOCK - THREADS);
   constexpr int FOURS = DK / 4, NEAR = RELATED / 4;  // copies of a vector, and of what is related
   const float* mixed = token(a, row) + p.shared * DK;
   for (int i = me; i < m * 2 * FOURS; i += THREADS) {
@@ -134,10 +137,13 @@ __device__ __forceinline__ void multiply(const Rows& s, Scan& scan, const Chunk&
 #pragma unroll
     for (int r = 0; r < R; r++) sum[r] = __fadd_rn(sum[r], __shfl_xor_sync(~0u, given[r], 8));
 #pragma unroll
-    for (int step = R / 2; step; step /= 2)
+    for (int step = 4; step; step /= 2) {
+      const int kept = R * step / 8;  // rows; the last one is kept by both
+      if (!kept) sum[0] = __fadd_rn(sum[0], __shfl_xor_sync(~0u, sum[0], step));
 #pragma unroll
-      for (int r = 0; r < step; r++) sum[r] = __fadd_rn(sum[r], __shfl_xor_sync(~0u, sum[r + step], step));
-    scan.sums[at.odd][e][at.rows + at.lane8] = sum[0];
+      for (int r = 0; r < kept; r++) sum[r] = __fadd_rn(sum[r], __shfl_xor_sync(~0u, sum[r + kept], step));
+    }
+    scan.sums[at.odd][e][at.rows + at.turn] = sum[0];
   }
 }
 
@@ -188,7 +194,7 @@ __device__ __forceinline__ void fold(Rows& s, const Scan& scan, const Chunk& chu
   for (int e = 0; e < n; e++) {
     float by[R];
 #pragma unroll
-    for (int r = 0; r < R; r++) by[r] = scan.u[e][at.rows + (r ^ at.lane8)];
+    for (int r = 0; r < R; r++) by[r] = scan.u[e][at.rows + (r ^ at.turn)];
 #pragma unroll
     for (int i = 0; i < MINE; i++) {
       const float4 k = at.part(chunk.vectors[0][e], i);
@@ -200,7 +206,7 @@ __device__ __forceinline__ void fold(Rows& s, const Scan& scan, const Chunk& chu
 
 // Block x has some rows of a head, block y a sequence. While some threads have a row each, the others
 // fetch the next chunk.
-extern "C" __global__ void __launch_bounds__(128, 2) recur(const RecurArgs a) {
+extern "C" __global__ void __launch_bounds__(BLOCK, 2) recur(const RecurArgs a) {
   Scan& scan = *(Scan*)shared_memory;
   const Place p = place<ROWS>();
   const Spot at;
@@ -212,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(128, 2) recur(const RecurArgs a) {
   if (a.page[first] < 0 && state_out < 0) return zeros(a, first, count, p.head, p.start, ROWS);
   int n = a.length[seq], room = a.room[seq], turn = 0;
   int m = end == 0 ? 0 : min(room - n, end > 0 ? end : count);
-  fetch<128>(scan.chunks[0], a, first, n, m, p);
+  fetch<BLOCK>(scan.chunks[0], a, first, n, m, p);
   Rows s;
   const int state_in = a.state_in[seq];
   load_state(s, a.states + state_in * a.state_words + a.state_at, p, at, state_in >= 0);
@@ -231,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(128, 2) recur(const RecurArgs a) {
     multiply(s, scan, chunk, n, stop, at);
     __syncthreads();
     if (threadIdx.x < ROWS) advance(a, scan, chunk, first + i - n, n, stop, skip, folds, p);
-    else fetch<128 - ROWS>(scan.chunks[turn], a, first + after, 0, next, p);
+    else fetch<BLOCK - ROWS>(scan.chunks[turn], a, first + after, 0, next, p);
     if (folds) {
       __syncthreads();
       fold(s, scan, chunk, stop, expf(last), at);
