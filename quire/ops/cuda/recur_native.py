@@ -16,7 +16,8 @@ ROWS, SCANNERS = 64, 128
 """Rows of a state in a block of recur_scan.cu, and its threads."""
 RELATED = 2 * ENTRIES + 4
 TOKENS, MANY = 8, 256
-"""Tokens that a warp of recur_mix.cu takes if there are many, and how many these are."""
+"""Tokens that a block of recur_mix.cu and recur_relate.cu takes if there are many, and how many
+these are."""
 FILES = {"mix": "mix", "decode": "one", "relate": "relate", "recur": "scan", "fold": "fold"}
 """Where each kernel is: recur_….cu."""
 _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int, ctypes.c_float
@@ -83,6 +84,11 @@ def _columns(layer: CudaLayer, n_seqs: int, processors: int) -> int:
     return sizes[-1]
 
 
+def _run(n_tokens: int) -> int:
+    """Tokens that a block takes one after the other."""
+    return TOKENS if n_tokens >= MANY else 1
+
+
 def arguments(
     layer: CudaLayer, states: CudaStates, state_at: int, log_at: int, x: torch.Tensor,
     mixed: torch.Tensor, out: torch.Tensor,
@@ -101,7 +107,7 @@ def arguments(
 
 def mix(machine: Machine, layer: CudaLayer, told: RecurArgs) -> None:
     """What the recurrence takes, raw inputs and keys in logs, and tails of states."""
-    tokens = TOKENS if told.tokens >= MANY else 1
+    tokens = _run(told.tokens)
     kernel = kernel_of(machine, layer, "mix", WIDTH=layer.width, TOKENS=tokens)
     grid = -(-told.tokens // tokens), -(-(2 * layer.k_heads + layer.heads) // 4), 1
     kernel.launch(native(machine.device).stream, grid, 0, told)
@@ -127,8 +133,9 @@ def recur(
     related = machine.empty(n_tokens, layer.heads, RELATED)
     told.related = related.data_ptr()
     shared = 8 * ENTRIES * (1 + layer.heads // layer.k_heads)
-    relate = kernel_of(machine, layer, "relate")
-    relate.launch(on.stream, (n_tokens, layer.k_heads, 1), shared, told)
+    tokens = _run(n_tokens)
+    relate = kernel_of(machine, layer, "relate", TOKENS=tokens)
+    relate.launch(on.stream, (-(-n_tokens // tokens), layer.k_heads, 1), shared, told)
     grid = _parts(layer, ROWS), n_seqs, 1
     kernel_of(machine, layer, "recur").launch(on.stream, grid, _scan_bytes(layer), told)
     return out

@@ -127,7 +127,8 @@ extern "C" __global__ void __launch_bounds__(128) mix(const RecurArgs a) {
       if (page >= 0 && c >= K_AT && c < K_AT + KEYS) *(float4*)(entry + a.cols + c - K_AT) = y[pass];
       if (last)
 #pragma unroll
-        for (int j = 0; j < WIDTH - 1; j++) *(float4*)(kept + j * a.channels + c) = of.end > 0 ? taps[pass][j + 1] : taps[pass][j];
+        for (int j = 0; j < WIDTH - 1; j++)
+          *(float4*)(kept + j * a.channels + c) = of.end > 0 ? taps[pass][j + 1] : taps[pass][j];
     }
   }
 }
