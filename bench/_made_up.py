@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -79,7 +80,6 @@ class MadeUp(WeightFile):
                 plain = len(shape) == 1 or tensor == "ssm_conv1d"
                 type = GGMLType.F32 if plain else _type(mix, tensor, i, n)
                 self.tensors[f"blk.{i}.{tensor}{ending}"] = Facts(type, shape)
-        self._blocks: dict[GGMLType, NDArray[np.uint8]] = {}
 
     def data(self, name: str) -> NDArray[np.uint8]:
         """Random bytes that make sense as weights."""
@@ -87,9 +87,8 @@ class MadeUp(WeightFile):
         if type is GGMLType.F32:
             value = {"ssm_a": -1.0, "ssm_conv1d.weight": 0.25}.get(name.split(".", 2)[-1], 1.0)
             return np.full(shape, value, np.float32).view(np.uint8).ravel()
-        if type not in self._blocks:
-            self._blocks[type] = _block(type)
-        return np.resize(self._blocks[type], type.nbytes(shape))
+        most = max(facts.nbytes for facts in self.tensors.values() if facts.type is type)
+        return _blocks(type, most)[: type.nbytes(shape)]
 
     def samples(self, name: str) -> Iterator[bytes]:
         """Nobody saves what such a model remembers."""
@@ -160,6 +159,14 @@ def _block(type: GGMLType) -> NDArray[np.uint8]:
         scale = rng.uniform(1e-5, 1e-4, (len(blocks), 1)).astype(np.float16)
         blocks[:, start : start + 2] = scale.view(np.uint8)
     return blocks.ravel()
+
+
+@cache
+def _blocks(type: GGMLType, most: int) -> NDArray[np.uint8]:
+    """So many bytes of blocks, to read: as a file lies in memory."""
+    found = np.resize(_block(type), most)
+    found.flags.writeable = False
+    return found
 
 
 def known(name: str) -> bool:

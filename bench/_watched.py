@@ -8,6 +8,7 @@ lines of JSON where it is, and waits after each until it was looked at.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,6 +24,14 @@ MIB = 1 << 20
 def free_bytes() -> int:
     """What the GPU has free, whoever asks."""
     return int(torch.cuda.mem_get_info()[0])
+
+
+def held_now() -> int:
+    """What the driver says that this process holds of the GPU, whoever else uses it."""
+    query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    said = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+    found = dict(line.split(", ") for line in said.splitlines())
+    return int(found[str(os.getpid())]) * MIB
 
 
 def watch(script: str, *words: str) -> Iterator[tuple[dict[str, Any], int]]:
@@ -77,5 +86,5 @@ def planned(llm: quire.LLM) -> dict[str, int]:
     return {
         "weights": sum(one.weights.values()), "memory": sum(one.memory.values()),
         "compute": one.compute, "graphs": one.graphs, "libraries": one.libraries,
-        "total": one.total,
+        "ahead": one.ahead, "total": one.total + one.ahead,
     }  # fmt: skip

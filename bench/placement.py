@@ -1,11 +1,12 @@
 """Output first against output last, for every number of layers on a GPU.
 
-    python bench/placement.py MODEL [--device cuda] [--tokens 64] [--rounds 3] [--svg FILE]
+    python bench/placement.py MODEL [--device cuda] [--seconds 0.3] [--rounds 3] [--svg FILE]
 
 MODEL is a path, or a made-up model such as 4B-Q4_K_M or hybrid-Q8_0 (see _made_up.py). Output first
 is what `n_gpu_layers` does: the output, then layers from the last on. Output last puts it on the
 host until all layers are on the GPU. For each: bytes on the GPU by the plan and as held, how often
-activations change device, and tokens per second of one sequence (the median of rounds in turns).
+activations change device, and tokens per second of one sequence (the median of rounds in turns,
+each of as many tokens as take so many seconds, once steps are compiled and recorded).
 Matrices stay on both sides from one load to the next, and are not packed again. Ends with one JSON
 line; the chart shows speed against bytes.
 """
@@ -26,6 +27,7 @@ from _plot import Line, chart
 
 PROMPT = list(range(5, 21))
 WAYS = ("output first", "output last")
+MOST = 900  # tokens of a round
 
 
 def main() -> None:
@@ -33,7 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=0.3)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--n-ctx", type=int, default=1024)
     parser.add_argument("--every", type=int, default=1, help="only every so many layers")
@@ -77,15 +79,12 @@ def measured(args: argparse.Namespace, n: int, n_layers: int) -> list[dict[str, 
     for _ in range(args.rounds):
         for way in ways:
             with load(args.model, **settings_of(args, way, n, n_layers)) as llm:
-                llm.generate(PROMPT, max_tokens=2, ignore_eos=True)
-                start = time.perf_counter()
-                done = llm.generate(PROMPT, max_tokens=args.tokens, ignore_eos=True)
-                speeds[way].append(len(done.token_ids) / (time.perf_counter() - start))
+                speeds[way].append(speed(llm, args.seconds))
                 there = [d for d in llm.plan.devices[:-1] if d.parts]
                 names = {d.device.name for d in there}
                 found[way] = {
                     "way": way, "n": n, "splits": llm.plan.splits,
-                    "planned": sum(d.total for d in there),
+                    "planned": sum(d.total + d.ahead for d in there),
                     "held": sum(d.budget.used for d in llm.devices if d.name in names),
                 }  # fmt: skip
     rows = [{**row, "tokens_per_second": statistics.median(speeds[way])}
@@ -99,6 +98,23 @@ def measured(args: argparse.Namespace, n: int, n_layers: int) -> list[dict[str, 
             flush=True,
         )
     return rows
+
+
+def speed(llm: Any, seconds: float) -> float:
+    """Tokens per second, with a short prompt of which most is there already."""
+    generated(llm, 4)  # compiles, records, replays
+    tokens, took = 8, generated(llm, 8)
+    while took < seconds and tokens < MOST:
+        tokens = min(round(1.1 * tokens * seconds / took) + 1, MOST)
+        took = generated(llm, tokens)
+    return tokens / took
+
+
+def generated(llm: Any, tokens: int) -> float:
+    """Seconds of so many tokens."""
+    start = time.perf_counter()
+    llm.generate(PROMPT, max_tokens=tokens, ignore_eos=True)
+    return time.perf_counter() - start
 
 
 def grows(rows: list[dict[str, Any]]) -> bool:

@@ -1,63 +1,114 @@
-"""What a plan says of a GPU's bytes, against what the driver says is gone.
+"""What a plan says of a GPU's bytes, against what the driver says the process holds.
 
-    python bench/placement_bytes.py [MODEL:N MODEL:N …] [--n-ctx 2048] [--seconds 60] [--check]
+    python bench/placement_bytes.py MODEL:N,N… [MODEL:every …] [--n-ctx 2048] [--jobs 4] [--check]
 
 MODEL is a folder, or a made-up model such as 4B-BF16 (see _made_up.py); N is the number of layers
-on the GPU, the output counted as one, and `all` is every one. Each case is a process of its own,
-watched from outside: its context is there, the model is loaded, and a prompt and decode steps have
-filled the whole context. `planned` has the context in it, as `quire plan` for a described GPU does.
-What is neither torch's, nor pages, nor the context is `other`: the code of kernels, what they
-spill, recorded steps. With --check a difference of more than 2% and 50 MiB is an error.
-Ends with one JSON line.
+on the GPU, the output counted as one: `all` is every one, `every` is each number from 1 on. Each
+model is a process of its own, several at a time. With each N it is loaded, and prompts of several
+lengths and decode steps fill the whole context, so that steps are run and recorded. `measured` is
+what the driver says of the process, with arrays at their most; `planned` has the driver's context
+in it, as `quire plan` for a described GPU does. What is neither torch's, nor pages, nor the context
+is `other`: the code of kernels, recorded steps. With --check a difference of more than 2% and
+50 MiB is an error. Ends with one JSON line.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from _watched import MIB, held, planned, tell, watch
+ALLOWED, MIB = 0.02, 1 << 20
+SLACK = 50 * MIB
+COLUMNS = ("planned", "measured", "off", "context", "other")
 
-ALLOWED, SLACK = 0.02, 50 * MIB
 
-
-def child(model: str, n: int, n_ctx: int) -> None:
-    """Loads and runs."""
+def child(model: str, which: str, n_ctx: int) -> None:
+    """Loads with one number of layers after the other; a line of JSON for each."""
+    import torch
     from _made_up import load
+    from _watched import held_now, planned
 
     from quire.devices.cuda import free_bytes
-
-    free_bytes(0)
-    tell("context")
-    with load(model, device="cuda", n_gpu_layers=n, n_ctx=n_ctx) as llm:
-        tell("loaded", held=held(llm))
-        vocab = llm.model.n_vocab
-        prompt = [(7 * i + 3) % (vocab - 10) + 5 for i in range(n_ctx - 200)]
-        llm.generate(prompt, max_tokens=200, ignore_eos=True)
-        tell("ran", held=held(llm), planned=planned(llm))
-
-
-def case(model: str, n: int, n_ctx: int) -> dict[str, Any]:
-    """One process, from outside."""
-    start = time.perf_counter()
-    seen: dict[str, Any] = {}
-    for said, used in watch(__file__, f"{model}:{n}", "--n-ctx", str(n_ctx)):
-        seen[said["stage"]] = used
-        seen |= {key: value for key, value in said.items() if key != "stage"}
     from quire.placement.described import described
 
-    plan, held = seen["planned"], seen["held"]
-    known = seen["context"] + held["torch"] + held["pages"]
-    whole = plan["total"] - plan["libraries"]
-    whole += described("cuda:0", 0).libraries if plan["total"] else 0
+    free_bytes(0)
+    context = held_now()
+    counts = [99_999 if n == "all" else int(n) for n in which.split(",") if n != "every"]
+    if which == "every":
+        with load(model, device="cpu", n_ctx=64) as llm:
+            counts = list(range(1, llm.model.n_layers + 2))
+    for n in counts:
+        start = time.perf_counter()
+        torch.cuda.reset_peak_memory_stats()
+        with load(model, device="cuda", n_gpu_layers=n, n_ctx=n_ctx) as llm:
+            torch.cuda.reset_peak_memory_stats()  # what packing took is given back
+            run(llm, n_ctx)
+            found = facts(llm)
+            plan = planned(llm)
+        whole = plan["total"] - plan["libraries"] + described("cuda:0", 0).libraries
+        other = found["driver"] - context - found["torch"] - found["pages"]
+        measured = context + other + found["most"] + found["pages"]
+        print(json.dumps({
+            "model": model.rpartition("/")[2], "n": n, "planned": whole, "measured": measured,
+            "off": measured - whole, "context": context, "other": other, "plan": plan,
+            "held": found, "seconds": round(time.perf_counter() - start, 1),
+        }), flush=True)  # fmt: skip
+        torch.cuda.empty_cache()
+
+
+def run(llm: Any, n_ctx: int) -> None:
+    """Everything once eagerly, then recorded, then with another tail."""
+    vocab = llm.model.n_vocab
+    for times, tail in ((2, 200), (1, 333)):
+        for turn in range(times):
+            ids = [((7 + turn) * i + 3) % (vocab - 10) + 5 for i in range(n_ctx - tail)]
+            llm.generate(ids, max_tokens=tail, ignore_eos=True)
+
+
+def facts(llm: Any) -> dict[str, int]:
+    """What the process holds: by the driver, by torch, in pages, in steps."""
+    import torch
+    from _watched import held, held_now
+
+    torch.cuda.synchronize()
+    most = int(torch.cuda.max_memory_reserved())
     return {
-        "model": model.rpartition("/")[2], "n": n, "planned": whole, "measured": seen["ran"],
-        "off": seen["ran"] - whole, "context": seen["context"], "other": seen["ran"] - known,
-        "loaded": seen["loaded"], "plan": plan, "held": held,
-        "seconds": round(time.perf_counter() - start, 1),
+        **held(llm), "most": most, "driver": held_now(),
+        "most allocated": int(torch.cuda.max_memory_allocated()),
     }  # fmt: skip
+
+
+def case(text: str, n_ctx: int) -> list[dict[str, Any]]:
+    """One model in a process of its own."""
+    command = [sys.executable, __file__, "--child", text, "--n-ctx", str(n_ctx)]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert child.stdout
+    rows = []
+    for line in child.stdout:
+        if line.startswith("{"):
+            rows.append(json.loads(line))
+            show(rows[-1])
+        else:
+            print(line, end="", flush=True)
+    if child.wait() != 0:
+        raise SystemExit(f"{text} ended with {child.returncode}")
+    return rows
+
+
+def show(row: dict[str, Any]) -> None:
+    """A line of the table."""
+    sizes = "".join(f"{row[name] / MIB:>9.1f}" for name in COLUMNS)
+    plan = " ".join(f"{k} {v / MIB:.1f}" for k, v in row["plan"].items() if v)
+    held = " ".join(f"{k} {v / MIB:.1f}" for k, v in row["held"].items() if v > 64)
+    print(
+        f"{row['model']:<16}{row['n']:>6}{sizes} {100 * row['off'] / row['measured']:+6.2f}% | "
+        f"{plan} | {held} graphs {row['held']['graphs']} | {row['seconds']} s", flush=True,
+    )  # fmt: skip
 
 
 def main() -> None:
@@ -65,31 +116,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("cases", nargs="+")
     parser.add_argument("--n-ctx", type=int, default=2048)
-    parser.add_argument("--seconds", type=float, default=1e9, help="starts none after so long")
+    parser.add_argument("--jobs", type=int, default=4)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--child", action="store_true")
     args = parser.parse_args()
-    asked = [text.rpartition(":") for text in args.cases]
-    chosen = [(model, 9999 if n == "all" else int(n)) for model, _, n in asked]
     if args.child:
-        child(*chosen[0], args.n_ctx)
+        model, _, which = args.cases[0].rpartition(":")
+        child(model, which, args.n_ctx)
         return
-    end, rows = time.monotonic() + args.seconds, []
-    columns = ("planned", "measured", "off", "context", "other")
-    print(f"{'MiB':<20}{'N':>5}" + "".join(f"{name:>10}" for name in columns))
-    for model, n in chosen:
-        if time.monotonic() > end:
-            print(f"no time for {model}:{n}")
-            continue
-        row = case(model, n, args.n_ctx)
-        rows.append(row)
-        sizes = "".join(f"{row[name] / MIB:>10.1f}" for name in columns)
-        print(
-            f"{row['model']:<20}{n:>5}{sizes}  {100 * row['off'] / row['measured']:+.2f}%", end="  "
-        )
-        print({k: round(v / MIB, 1) for k, v in row["plan"].items()}, row["held"], row["seconds"],
-              flush=True)  # fmt: skip
+    print(f"{'MiB':<16}{'N':>6}" + "".join(f"{name:>9}" for name in COLUMNS), flush=True)
+    with ThreadPoolExecutor(args.jobs) as pool:
+        found = pool.map(lambda text: case(text, args.n_ctx), args.cases)
+        rows = [row for some in found for row in some]
     wrong = [row for row in rows if abs(row["off"]) > max(ALLOWED * row["measured"], SLACK)]
+    worst = max((abs(row["off"]) / MIB for row in rows), default=0)
+    print(f"{len(rows)} plans, the worst off by {worst:.1f} MiB, {len(wrong)} by too much")
     print(json.dumps({"rows": rows, "wrong": len(wrong)}))
     if args.check and wrong:
         raise SystemExit(f"{len(wrong)} of {len(rows)} plans are off by more than 2% and 50 MiB")

@@ -100,6 +100,10 @@ class HostSteps:
         self._last, reports = self.draw(logits, draws, before)
         return logits, Late(self, self._last, reports)
 
+    def forget(self) -> bool:
+        """Nothing is recorded."""
+        return False
+
     def read(self, ids: Int32) -> Int32:
         """What the host asks for late."""
         return ids

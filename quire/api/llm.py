@@ -110,14 +110,16 @@ class LLM(Generating):
 
         The file stays open then: what is read again has to be what was loaded.
         """
-        size, budget = self._placed.streaming_bytes, self._placed.devices[0].budget
-        if not size:
+        sizes = self._placed.streaming_bytes
+        if not sizes:
             return None
         use = "weights that pass through"
-        budget.reserve(size, use)
         self._streams.push(opened.pop_all())
         room = self._streams.enter_context(ExitStack())  # once it is used it counts as arrays
-        room.callback(budget.release, size, use)
+        for device, size in sizes.items():
+            device.budget.reserve(size, use)
+            held = room if device is self._placed.devices[0] else self._streams
+            held.callback(device.budget.release, size, use)
         streaming = self._placed.stream(self.model, room.close)
         self._streams.callback(streaming.close)
         return streaming

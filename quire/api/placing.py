@@ -19,12 +19,14 @@ from quire.placement.compute import compute_of, rehearse
 from quire.placement.described import Described
 from quire.placement.facts import ModelFacts, model_facts
 from quire.placement.fit import fit
-from quire.placement.plan import Load, Plan, lay_out
+from quire.placement.plan import Load, Plan, lay_out, passing_room
 from quire.placement.wanted import DoesNotFit, Wanted
 from quire.weights.file import WeightFile
 
 if TYPE_CHECKING:
     from quire.models.streaming import Streaming
+
+_ODD = 1 << 16  # bytes that matrices may take to begin at round addresses
 
 
 @dataclass(frozen=True)
@@ -62,19 +64,27 @@ class Placed:
         return sizes
 
     @property
-    def streaming_bytes(self) -> int:
-        """What the first device has room for to run networks of the host; 0 where it never does."""
+    def streaming_bytes(self) -> dict[Device, int]:
+        """What devices have room for to run networks of the host on the first; often nothing."""
         if not self.split or self._found is None:
-            return 0
-        name = self.devices[0].name
-        return next(one.streaming for one in self._found.devices if one.device.name == name)
+            return {}
+        planned = {one.device.name: one.streaming for one in self._found.devices}
+        return {device: planned[device.name] for device in self.devices if planned[device.name]}
+
+    def _kind(self, device: Device) -> str:
+        """What kind of device it is, to plans."""
+        return next(one.kind for one in self._described if one.name == device.name)
 
     def stream(self, model: Model, begins: Callable[[], None]) -> Streaming:
         """Lets long prompts run networks of the host on the first device; the file stays open."""
         from quire.models.streaming import Streaming
 
         host = next(device for device in self.devices if device.name == HOST)
-        streaming = Streaming(self.blueprint.kit(self.devices[0].ops), host.ops, begins)
+        assert self._found is not None
+        places, kind = self._found.places, self._kind(self.devices[0])
+        room = passing_room(self._found.model, kind, places, len(self._found.devices) - 1)
+        passage = self.devices[0].ops.passage(room + _ODD)
+        streaming = Streaming(self.blueprint.kit(passage.ops), host.ops, passage, begins)
         model.stream(streaming)
         return streaming
 

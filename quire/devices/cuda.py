@@ -24,7 +24,8 @@ from quire.ops import Array, Drawn, Ops
 
 GRANULE = 32 << 20
 """Bytes of a slab: a call to the driver costs the same for 2 MiB and for 64."""
-_AHEAD = 4  # slabs that are mapped before they are needed: while the GPU computes
+AHEAD = 4 * GRANULE
+"""Bytes of pages that are mapped before they are needed: while the GPU computes."""
 _STAGE = 32 << 20  # bytes on their way between host and GPU
 
 
@@ -170,7 +171,7 @@ class CudaDevice(Device):
     ) -> None:  # fmt: skip
         self.machine = CudaMachine(index, granule)
         self.granularity = self.machine.granule
-        self.ahead = _AHEAD * self.granularity
+        self.ahead = AHEAD // GRANULE * self.granularity
         self.capacity = self.machine.driver.free_bytes()[1]
         self.copier = self.machine.copier
         super().__init__(f"cuda:{index}", budget, ops or _ops(index, exact_batches))
@@ -199,6 +200,9 @@ class CudaSteps:
     def replayed(self) -> bool:
         return self._steps.replayed
 
+    def forget(self) -> bool:
+        return self._steps.forget()
+
     def run(
         self, tokens: Int32, positions: Int32, seq_rows: Int32, views: Mapping[str, Any],
         rows: Int32, draws: Draws, sources: Int32 | None, x: Array | None = None,
@@ -213,9 +217,11 @@ class CudaSteps:
 def free_bytes(index: int = 0) -> tuple[int, int, bool]:
     """What a GPU has free now and in all, and whether that is the host's memory.
 
-    BudgetError if it is not even one slab.
+    What its driver and torch take for themselves is taken by then. BudgetError if
+    what is left is not even one slab.
     """
     driver, machine = _open(index)
+    _wake(index)
     free, total = driver.free_bytes()
     if free < GRANULE:
         raise BudgetError(
@@ -238,6 +244,12 @@ def gpu_count() -> int:
     if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
         return 0
     return count.value
+
+
+def _wake(index: int) -> None:
+    from quire.ops.cuda.waking import wake
+
+    wake(index)
 
 
 def _copier(driver: Any, index: int) -> Copier:

@@ -166,6 +166,9 @@ class Steps(Protocol):
     def replayed(self) -> bool:
         """Whether the last step was like one before, so that its arrays took no more memory."""
 
+    def forget(self) -> bool:
+        """Lets go of what was recorded, which is recorded again then; False if nothing was."""
+
     def run(
         self, tokens: Int32, positions: Int32, seq_rows: Int32, views: Mapping[str, Any],
         rows: Int32, draws: Draws, sources: Int32 | None, x: Array | None = None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from quire.devices.device import Device
 from quire.engine.room import Rank, Room
@@ -12,7 +12,9 @@ from quire.errors import BudgetError
 class ComputeBudget:
     """Follows what devices hold for arrays, and tells their budgets."""
 
-    def __init__(self, devices: Sequence[Device]) -> None:
+    def __init__(self, devices: Sequence[Device], forget: Callable[[], bool]) -> None:
+        """`forget` has them let go of steps that they recorded."""
+        self._forget = forget
         self.each = [OnDevice(device) for device in devices]
 
     @property
@@ -28,6 +30,10 @@ class ComputeBudget:
     def trim(self) -> bool:
         """Gives back what no array uses; whether that made any room."""
         return any([one.trim() for one in self.each])
+
+    def forget(self) -> bool:
+        """Gives back what recorded steps hold too; whether that made any room."""
+        return self._forget() and self.trim()
 
     def close(self) -> None:
         """Pays for nothing any more."""

@@ -7,6 +7,7 @@
               each of these of other models on the same budget too
     MARKS     marks and pinned prefixes: they only move to a tier
     RUNNING   others that run, the one that came last first
+              then steps that a GPU has recorded, for the last one that is left
 
 A sequence gives way in one of two manners. Its own pages go to a tier and are read back later
 (parked), or they are freed and its tokens are computed again (lost): whichever is sooner done, by
@@ -48,7 +49,7 @@ class Room:
 
     def __init__(
         self, memory: Memory, tiers: Tiers, prefix: PrefixCache, drafts: Reclaim, arrays: Reclaim,
-        sequences: Mapping[int, Sequence], active: list[Sequence],
+        recorded: Reclaim, sequences: Mapping[int, Sequence], active: list[Sequence],
         seconds_per_token: Callable[[], float],
     ) -> None:  # fmt: skip
         self._memory = memory
@@ -60,6 +61,7 @@ class Room:
         self._spared: Collection[str] = ()
         self.held: Counter[str] = Counter()
         """Checkpoints whose pages somebody reads: those stay here."""
+        self._recorded = recorded
         self._things = (prefix.evict_one, drafts, arrays)
         self.counts = dict.fromkeys(
             ("parked", "recomputed", "brought back", "marks and prefixes parked"), 0
@@ -90,7 +92,7 @@ class Room:
             return True
         if up_to >= Rank.MARKS and self._from_marks(for_):
             return True
-        return up_to >= Rank.RUNNING and self._from_running(for_)
+        return up_to >= Rank.RUNNING and (self._from_running(for_) or self._recorded())
 
     def lend(self, up_to: int) -> bool:
         """Frees one thing for another model on the same budget; nothing that runs.

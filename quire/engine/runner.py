@@ -67,6 +67,10 @@ class Runner:
         for device in self.devices:
             device.ops.trim()
 
+    def forget(self) -> bool:
+        """Lets go of steps that the device has recorded; False where it has none."""
+        return self.steps is not None and self.steps.forget()
+
     @property
     def seconds_per_token(self) -> float:
         """Of a prompt; 0 before one was computed."""

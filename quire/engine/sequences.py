@@ -36,11 +36,11 @@ class Sequences:
         self.tiers = tiers
         self.scheduler = Scheduler(max_tokens)
         self.drafting = Drafting(memory, prefix.budget)
-        self.compute = ComputeBudget(runner.devices)
+        self.compute = ComputeBudget(runner.devices, runner.forget)
         self._sequences: dict[int, Sequence] = {}
         self.room = Room(
-            memory, tiers, prefix, self.drafting.give_way, self.compute.trim, self._sequences,
-            self.scheduler.active, lambda: runner.seconds_per_token,
+            memory, tiers, prefix, self.drafting.give_way, self.compute.trim, self.compute.forget,
+            self._sequences, self.scheduler.active, lambda: runner.seconds_per_token,
         )  # fmt: skip
         self.history = History(memory, prefix, self.room, self.ensure_resident)
         self.closed = False

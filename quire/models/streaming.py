@@ -1,19 +1,22 @@
 """Long prompts may run networks of the host on a GPU, their weights streamed there.
 
-    thread    pack 0 | pack 1        | pack 2        | …       from the file, onto the GPU
-    host             | mixer 1       | mixer 2       | …
-    GPU              | network 0     | network 1     | …
+    thread    pack 1        | pack 2        | …       from the file, into one of two rooms
+    host      mixer 1       | mixer 2       | …
+    GPU       network 0     | network 1     | …
 
-A network is packed on the GPU from the file, used for one step and let go; the next one is on its
-way meanwhile. Mixers stay where their memory is. Which way is faster is measured: the time that a
-row takes on the host, against the time of a network that comes and goes. Results of a GPU are
-rounded otherwise than a CPU's, so this is for who does without `exact_batches`.
+A network is packed on the GPU from the file and used for one step, while the next one is on its
+way; the first one follows the last, so that it is there when a prompt goes on. Mixers stay where
+their memory is. Which way is faster is measured: the time that a row takes on the host, against
+the time of a network that comes and goes. Results of a GPU are rounded otherwise than a CPU's, so
+this is for who does without `exact_batches`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
+from functools import partial
 from time import perf_counter
 
 from quire.errors import QuireError
@@ -21,6 +24,7 @@ from quire.models.layers import Network
 from quire.models.loader import Kit
 from quire.ops import Array, Ops
 from quire.ops.batch import cross
+from quire.ops.passing import ROOMS, Passage
 
 LEAST = 64
 """Rows of a step that may be worth it, and tell how fast each way is."""
@@ -30,12 +34,15 @@ _FADING = 0.98  # what was measured long ago is tried again: it was another time
 class Streaming:
     """The networks of a model that are on the host, and the GPU that they may be run on."""
 
-    def __init__(self, kit: Kit, host: Ops, begins: Callable[[], None]) -> None:
-        """`begins` is called before anything is packed for the first time."""
-        self.host, self.ops = host, kit.ops
-        self._kit, self._begins = kit, begins
+    def __init__(
+        self, kit: Kit, host: Ops, passage: Passage, begins: Callable[[], None]
+    ) -> None:  # fmt: skip
+        """The kit packs into the passage; `begins` is called before that is done first."""
+        self.host, self.ops = host, passage.ops
+        self._kit, self._passage, self._begins = kit, passage, begins
         self._networks: list[Network] = []
         self._next: tuple[int, Future[Network]] | None = None
+        self._room = 0  # that is used; the next one is filled
         self._thread = ThreadPoolExecutor(1, "quire-streaming")
         self._stopped = False
         self.runs = 0
@@ -78,6 +85,10 @@ class Streaming:
             self._stopped, self._next = True, None
             return None
 
+    def use(self) -> AbstractContextManager[None]:
+        """What is computed with the network that was taken last is computed within."""
+        return self._passage.use(self._room)
+
     def _taken(self, at: int) -> Network:
         if not self.runs:
             self._begins()
@@ -85,11 +96,14 @@ class Streaming:
             self._drop()
             self._next = at, self._send(at)
         found = self._next[1].result()
-        self._next = (at + 1, self._send(at + 1)) if at + 1 < len(self._networks) else None
+        self._room = (self._room + 1) % ROOMS
+        behind = (at + 1) % len(self._networks)
+        self._next = behind, self._send(behind)
         return found
 
     def _send(self, at: int) -> Future[Network]:
-        return self._thread.submit(self._networks[at].again, self._kit)
+        make = partial(self._networks[at].again, self._kit)
+        return self._thread.submit(self._passage.fill, (self._room + 1) % ROOMS, make)
 
     def _drop(self) -> None:
         if self._next is not None:
@@ -100,6 +114,7 @@ class Streaming:
         """Waits for what is on its way, and lets go of everything."""
         self._drop()
         self._thread.shutdown()
+        self._passage.close()
         self._networks.clear()
 
 
@@ -117,7 +132,8 @@ class Streamed:
         s, rows = self._streaming, x.shape[0]
         start = perf_counter()
         if s.worth(rows) and (there := s.take(self._at)):
-            x = cross(there.add_to(cross(x, s.host, s.ops)), s.ops, s.host)
+            with s.use():
+                x = cross(there.add_to(cross(x, s.host, s.ops)), s.ops, s.host)
             s.measured(rows, perf_counter() - start, on_gpu=True)
         else:
             x = self._network.add_to(x)

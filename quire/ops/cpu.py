@@ -24,6 +24,7 @@ from quire.ops import (
     States,
     StateTables,
 )
+from quire.ops.passing import InPlace, Passage
 
 
 class CpuOps:
@@ -108,6 +109,10 @@ class CpuOps:
 
     def expect(self, n_bytes: int) -> None:
         """Matrices are mapped one by one, to the byte."""
+
+    def passage(self, n_bytes: int) -> Passage:
+        """Matrices that are packed again, and let go."""
+        return InPlace(self)
 
     def pack(self, parts: Sequence[Part]) -> Matrix:
         """One matrix from parts stacked along rows, in the tiles of this instruction set."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,9 @@ from quire.ops.handles import (
     States,
     StateTables,
 )
+
+if TYPE_CHECKING:
+    from quire.ops.passing import Passage
 
 
 class ArrayOps(Protocol):
@@ -83,6 +86,9 @@ class MatrixOps(Protocol):
 
     def expect(self, n_bytes: int) -> None:
         """So many bytes of matrices are about to be packed: a device may take them in one piece."""
+
+    def passage(self, n_bytes: int) -> Passage:
+        """Two rooms of so many bytes that matrices pass through, taken when they are first used."""
 
     def packed_bytes(self, parts: Sequence[tuple[int, int, int]]) -> int:
         """What `pack` would hold for parts of these ggml types, rows and columns."""

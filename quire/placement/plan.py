@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 from quire.models.loader import DOWN, EMBEDDING, EXPERTS, MIXER, NETWORK, OUTPUT, Part
+from quire.ops.passing import ROOMS, STAGED, UNPACKED
 from quire.placement.described import Described
 from quire.placement.facts import ModelFacts
 
@@ -42,7 +43,11 @@ class DevicePlan:
     draft: int = 0
     """All that a draft model takes."""
     streaming: int = 0
-    """Room for networks of the host that pass through: one that is used, and the next."""
+    """Room for networks of the host that pass through: one that is used, and the next; and of the
+    host, what they are staged in."""
+    ahead: int = 0
+    """Pages that are taken before they are needed, and given back to who needs them: not in the
+    total."""
 
     @property
     def total(self) -> int:
@@ -75,6 +80,7 @@ class DevicePlan:
             "graphs_bytes": self.graphs,
             "draft_bytes": self.draft,
             "streaming_bytes": self.streaming,
+            "ahead_bytes": self.ahead,
             "total_bytes": self.total,
             "left_bytes": self.left,
         }
@@ -200,14 +206,14 @@ def lay_out(
     for at, device in enumerate(devices):
         here = tuple(part for part, place in places.items() if place == at)
         extra = draft_bytes(draft, device, load) if draft and at == drafts else 0
-        found.append(DevicePlan(
+        one = DevicePlan(
             device, here, _weights(model, device.kind, here), _memory(model, device, here, load),
             model.compute(device.kind, frozenset(here)) if here else 0,
             device.libraries if here else 0,
             device.graphs if at == drafts == places[last] else 0, extra,
-            _streaming(model, device.kind, places, len(devices) - 1)
-            if load.streams and at == drafts else 0,
-        ))  # fmt: skip
+            _streaming(model, devices, places, at) if load.streams else 0,
+        )  # fmt: skip
+        found.append(replace(one, ahead=_ahead(one)))
     return Plan(model, tuple(found), places, load, tuple(notes), draft)
 
 
@@ -220,16 +226,27 @@ def _weights(model: ModelFacts, kind: str, parts: Sequence[Part]) -> dict[str, i
     return {kind: size for kind, size in sizes.items() if size}
 
 
-def _streaming(model: ModelFacts, kind: str, places: Places, host: int) -> int:
-    """Twice the largest network, or experts of a network, that are on the host."""
-    if places[Part(OUTPUT)] == host:
+def _streaming(
+    model: ModelFacts, devices: Sequence[Described], places: Places, at: int
+) -> int:  # fmt: skip
+    """Of the device with the output: two rooms, and what packing takes; of the host: staging."""
+    main, host = places[Part(OUTPUT)], len(devices) - 1
+    kind = devices[main].kind
+    room = passing_room(model, kind, places, host) if at in (main, host) and main != host else 0
+    if not room:
         return 0
+    on_gpu = kind == "cuda"
+    return STAGED * on_gpu if at == host else ROOMS * room + UNPACKED * on_gpu
+
+
+def passing_room(model: ModelFacts, kind: str, places: Places, host: int) -> int:
+    """Bytes of the largest network, or experts of a network, that are on the host."""
     sizes = [0]
     for i in range(model.n_layers):
         away = [part for part in model.layer_parts(i) if part.kind != MIXER]
         if away and all(places[part] == host for part in away if part.kind != NETWORK):
             sizes.append(sum(model.weights(kind, p) for p in away if places[p] == host))
-    return 2 * max(sizes)
+    return max(sizes)
 
 
 def _memory(
@@ -244,6 +261,14 @@ def _memory(
             for name, size in zip(names, each, strict=True):
                 sizes[name] = -(-size // device.granularity) * device.granularity
     return sizes
+
+
+def _ahead(one: DevicePlan) -> int:
+    """What pools take before they need it: nothing where little is left."""
+    device = one.device
+    plenty = one.left >= (device.limit - device.libraries - device.graphs) // 8
+    granules = device.ahead // device.granularity
+    return len(one.memory) * granules * device.granularity if plenty else 0
 
 
 def draft_bytes(draft: ModelFacts, device: Described, load: Load) -> int:

@@ -31,6 +31,9 @@ class PlayedSteps:
         self._device, self._model, self._first = device, model, first
         self.ran, self._last = 0, np.zeros(512, np.int32)
 
+    def forget(self) -> bool:
+        return False
+
     def run(
         self, tokens: Any, positions: Any, seq_rows: Any, views: Any, rows: Any, draws: Any,
         sources: Any, x: Any = None,

@@ -17,6 +17,7 @@ from quire.memory.groups.state_pools import StatePools
 from quire.models.layers import GatedNetwork
 from quire.models.loader import DOWN, EXPERTS, MIXER, OUTPUT, Kit, Part
 from quire.models.streaming import LEAST, Streaming
+from quire.ops.passing import InPlace
 from tests import random_hybrids, session_kinds, tiny
 from tests.model_folders import RANDOM, TRAINED, model_folder
 from tests.session_oracle import Oracle
@@ -307,7 +308,8 @@ def test_a_file_that_cannot_be_read_again_stays_on_the_host(
 
 
 def test_the_faster_way_is_found_by_measuring() -> None:
-    streaming = Streaming(Kit(None, None, "f16", "f16"), None, lambda: None)  # type: ignore[arg-type]
+    none: Any = None
+    streaming = Streaming(Kit(none, none, "f16", "f16"), none, InPlace(none), lambda: None)
     assert not streaming.worth(512)  # nothing is known
     streaming.measured(512, 0.512, on_gpu=False)
     assert streaming.worth(512) and not streaming.worth(LEAST - 1)  # to be tried

@@ -7,13 +7,16 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from quire.ops import Int32, Refused
+
+if TYPE_CHECKING:
+    from quire.ops.cuda.passing import Ring
 
 OLDEST = (8, 0)
 """The oldest compute capability that kernels are written for: Ampere."""
@@ -60,6 +63,8 @@ class Machine:
         """The GPU of this number; None for the interpreter."""
         self.interpreted = index is None
         self._room: torch.Tensor | None = None
+        self.ring: Ring | None = None
+        """Through which weights come, where they only pass through."""
         self.device = torch.device("cpu") if index is None else torch.device("cuda", index)
 
     @property
@@ -112,6 +117,10 @@ class Machine:
         """Takes memory for so many bytes of weights that `weight` will ask for, until `trim`."""
         self._room = self.empty(n_bytes + _ODD, dtype=torch.uint8) if n_bytes else None
 
+    def fill(self, room: torch.Tensor | None) -> None:
+        """What `weight` is asked for lies in this memory from now on."""
+        self._room = room
+
     def weight(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Memory of a matrix: the next piece of what was taken at once, as long as there is some.
 
@@ -125,7 +134,9 @@ class Machine:
         return room[:n_bytes].view(dtype).view(*shape)
 
     def count_weights(self, matrix: object, n_bytes: int) -> None:
-        """Counts what a matrix holds, for as long as it is there."""
+        """Counts what a matrix holds, for as long as it is there; not in memory of others."""
+        if self.ring is not None:
+            return
         _weights[self.device] += n_bytes
         weakref.finalize(matrix, _weights.subtract, {self.device: n_bytes})
 

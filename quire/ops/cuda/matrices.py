@@ -12,6 +12,7 @@ from quire.ops import Part
 from quire.ops.cuda.formats import FORMATS, TILE, UNIT, Format, dense, levels, tiles
 from quire.ops.cuda.kernels import product as kernels
 from quire.ops.cuda.machine import Machine, need
+from quire.ops.passing import PIECE
 
 _SLICES = 8
 _CHUNK = 1 << 25  # bytes of a file that are turned into levels at a time
@@ -99,13 +100,15 @@ def _segment(parts: list[Part], machine: Machine) -> Segment:
 
 def _chunks(parts: list[Part], machine: Machine) -> Iterator[tuple[int, torch.Tensor, int]]:
     """The type, bytes and count of some rows after the other, on the device."""
+    ring = machine.ring
+    upload, most = (machine.upload, _CHUNK) if ring is None else (ring.upload, PIECE)
     for kind, count, _, data in parts:
         need(data.size > 0 and data.size % count == 0, f"a part of {data.size} bytes")
         row_bytes = data.size // count
-        step = max(_CHUNK // row_bytes, TILE)
+        step = max(most // row_bytes, TILE)
         for at in range(0, count, step):
             some = min(step, count - at)
-            yield kind, machine.upload(data[at * row_bytes : (at + some) * row_bytes]), some
+            yield kind, upload(data[at * row_bytes : (at + some) * row_bytes]), some
 
 
 def _fill_tiles(format: Format, parts: list[Part], q: torch.Tensor, machine: Machine) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 
-from quire.ops import Array, Int32, Matrix, Part
+from quire.ops import Array, Int32, Matrix, Ops, Part
 from quire.ops.cuda import few, launch, matrices
 from quire.ops.cuda.arrays import CudaArray, array_of, row_of, values_of
 from quire.ops.cuda.formats import TILE
@@ -14,6 +15,8 @@ from quire.ops.cuda.launch import Prepared, Slices
 from quire.ops.cuda.machine import OnDevice, need
 from quire.ops.cuda.matrices import CudaMatrix, Segment
 from quire.ops.cuda.multiply import MULTIPLY, Multiplying, Sum
+from quire.ops.cuda.passing import CudaPassage
+from quire.ops.passing import InPlace, Passage
 
 __all__ = ["MULTIPLY", "Matrices", "matrix_of"]
 
@@ -37,6 +40,10 @@ class Matrices(Multiplying):
         made = matrices.pack(parts, self.machine)
         self.machine.count_weights(made, made.nbytes)
         return made
+
+    def passage(self, n_bytes: int) -> Passage:
+        """Two rooms of so many bytes that matrices pass through."""
+        return InPlace(cast(Ops, self)) if self.machine.interpreted else CudaPassage(self, n_bytes)
 
     def packed_bytes(self, parts: Sequence[tuple[int, int, int]]) -> int:
         """What `pack` would hold for parts of these types, rows and columns."""

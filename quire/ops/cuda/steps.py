@@ -87,10 +87,8 @@ class Key(NamedTuple):
 class Captured:
     """One shape of step: what it reads, its graph once there is one, what it makes."""
 
-    def __init__(self, key: Key, machine: Machine, width: int) -> None:
-        """`width` is that of rows that it begins with, or 0."""
+    def __init__(self, key: Key, machine: Machine) -> None:
         self.key = key
-        self.x = machine.empty(key.tokens, width).zero_()
         choice = key.choice
         self.sizes = [*choice.sizes(key.rows), key.rows, *[key.tokens] * 3]
         for _, shape in key.groups:
@@ -114,6 +112,8 @@ class Steps:
         self._events = Events(self._machine)
         self._known: OrderedDict[Key, Captured] = OrderedDict()
         self._last = torch.zeros(MOST_TOKENS, dtype=torch.int32, device=self._machine.device)
+        # What comes from layers elsewhere: in one place, whatever the shape of a step.
+        self._x = self._machine.empty(MOST_TOKENS if first else 0, model.width)
         self._pool: Any = None
         self._latest: Captured | None = None
         self.clock = Clock()
@@ -137,8 +137,7 @@ class Steps:
             return None
         step = self._known.get(key)
         if step is None:
-            width = self._model.width if self._first else 0
-            step = self._known[key] = Captured(key, self._machine, width)
+            step = self._known[key] = Captured(key, self._machine)
             while len(self._known) > _GRAPHS:
                 self._known.popitem(last=False)
         elif step is not self._latest:
@@ -149,7 +148,9 @@ class Steps:
             self._events.wait()
             step.stage.put(columns)
             if x is not None:
-                step.x[: len(tokens)].copy_(values_of(x))
+                self._x[: len(tokens)].copy_(values_of(x))
+                if key.tokens > len(tokens):
+                    self._x[len(tokens) : key.tokens].zero_()
             end = None if self._machine.interpreted else self.clock.start(len(tokens))
             self._replay(step, groups)
         except BaseException:  # nobody knows how far it came
@@ -160,6 +161,15 @@ class Steps:
             end.record()
         assert step.logits is not None
         return step.logits, Drawn(*step.stage.launched(len(rows)), self._events.record())
+
+    def forget(self) -> bool:
+        """Lets go of everything that was recorded, and of what it holds; False if nothing was."""
+        known = any(step.graph is not None for step in self._known.values())
+        if not self._machine.interpreted:
+            torch.cuda.synchronize(self._machine.device)  # one of them may be under way
+        self._known.clear()
+        self._latest = self._pool = None
+        return known
 
     def _key(
         self, tokens: Int32, positions: Int32, seq_rows: Int32, groups: Mapping[str, Group],
@@ -250,8 +260,7 @@ class Steps:
                 pages = Paged(group.bases[0], shape, columns)
             made[name] = GroupPages(pages, group.offsets)
         batch = Batch(cast(Any, OnDevice(tokens)), cast(Any, OnDevice(positions)), made)
-        # Layers add to x in place: what fills it up must not grow from step to step.
-        x = ops.new(step.x.clone()) if self._first else model.embed(batch)
+        x = ops.new(self._x[:n_tokens].clone()) if self._first else model.embed(batch)
         x = model.run(x, batch, self._first, model.n_layers, ops)
         if not step.key.every_row:
             x = ops.take_rows(x, OnDevice(wanted))

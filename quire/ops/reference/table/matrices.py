@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.ops import Array, Float32, Int32, Matrix, Part
+from quire.ops import Array, Float32, Int32, Matrix, Ops, Part
+from quire.ops.passing import InPlace, Passage
 from quire.ops.reference import experts, matrices
 from quire.ops.reference.table.arrays import Arrays, need_same, row_of, values_of
 from quire.ops.reference.table.memory import need
@@ -68,6 +70,10 @@ class Matrices(Arrays):
 
     def expect(self, n_bytes: int) -> None:
         """Each matrix is an array of its own."""
+
+    def passage(self, n_bytes: int) -> Passage:
+        """Matrices that are packed again, and let go."""
+        return InPlace(cast(Ops, self))
 
     def pack(self, parts: Sequence[Part]) -> Matrix:
         """One matrix from parts stacked along rows."""
