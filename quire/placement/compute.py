@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property
 from typing import Any
 
@@ -15,14 +15,15 @@ from quire.models.registry import build_model
 from quire.ops import Ops, count_bytes
 from quire.ops.cpu import CpuOps
 from quire.placement.arena import Arena, Trace, block_bytes, peak_bytes
+from quire.placement.cuda_arrays import RehearsedCuda, TorchArena
 from quire.placement.kernels import Kernels, Step
 from quire.placement.rehearsal import RehearsedLoader, RehearsedOps
 from quire.weights.file import WeightFile
 
 PROMPT = 512
 """Tokens of a step, at most; that of the engine's scheduler."""
-_SLACK = 24 << 20
-"""What torch takes besides on a GPU, in the pieces in which it asks for memory."""
+_ODD = 8 << 20
+"""What a GPU has besides: tables and counters of steps, and the rest of pieces of memory."""
 
 
 class _Anywhere(dict[int, tuple[int, int]]):
@@ -42,10 +43,10 @@ class _Pages:
 class Rehearsal:
     """The steps of a model, noted part by part."""
 
-    def __init__(self, file: WeightFile, ops: Ops, settings: LoadConfig, kernels: Kernels | None):
+    def __init__(self, file: WeightFile, ops: RehearsedOps, settings: LoadConfig) -> None:
         seen = truncated(file, settings.n_layer_exit, settings.moe_n_expert)
-        self._ops = RehearsedOps(ops, kernels)
-        check: Any = RehearsedLoader(seen, self._ops, settings.quantize)  # type: ignore[arg-type]
+        self._ops = ops
+        check: Any = RehearsedLoader(seen, ops, settings.quantize)  # type: ignore[arg-type]
         rehearsed: Any = self._ops
         self._vectors: dict[Part, list[int]] = {}
         kit = Kit(rehearsed, check, settings.type_k, settings.type_v, self._noting(rehearsed))
@@ -165,10 +166,22 @@ def _held(look: Rehearsal, kind: str, parts: frozenset[Part]) -> int:
         for around, mine, end in steps:
             arena.run([around, *mine, end])
         return fixed + arena.held
-    peak = max(peak_bytes([around, *mine, end], 512) for around, mine, end in steps)
     if kind == "cuda":
-        fixed += look.counts(parts) + _SLACK
-    return fixed + peak
+        return fixed + look.counts(parts) + _on_gpu(look, parts, steps)
+    return fixed + max(peak_bytes([around, *mine, end], 512) for around, mine, end in steps)
+
+
+def _on_gpu(look: Rehearsal, parts: frozenset[Part], steps: Sequence[Any]) -> int:
+    """Steps run for the first time, beside those that are recorded, and what both begin with."""
+    n_layers = look.model.n_layers
+    mixers = sum(part.kind == MIXER for part in parts)
+    recorded = {Part(OUTPUT), Part(MIXER, n_layers - 1)} <= parts
+    arena = TorchArena()
+    for around, mine, end in steps:
+        for trace in (around, *mine, end):
+            arena.run(trace)
+    rows = look.steps[0].tokens * look.model.width * 4 if recorded and mixers < n_layers else 0
+    return arena.held * (2 if recorded else 1) + rows + _ODD
 
 
 def rehearse(file: WeightFile, ops: Ops, kind: str, settings: LoadConfig) -> Rehearsal:
@@ -176,4 +189,8 @@ def rehearse(file: WeightFile, ops: Ops, kind: str, settings: LoadConfig) -> Reh
     kernels = None
     if isinstance(ops, CpuOps) and kind == "cpu":
         kernels = Kernels.of(ops.cpu.isa, ops.cpu.threads, ops.cpu.exact)
-    return Rehearsal(file, ops, settings, kernels)
+    rehearsed = RehearsedOps(ops, kernels)
+    if kind == "cuda":
+        real: Any = None if isinstance(ops, CpuOps) else ops  # else it is described, or played
+        rehearsed = RehearsedCuda(ops, real is not None and real.hopper)
+    return Rehearsal(file, rehearsed, settings)

@@ -21,13 +21,15 @@ _TILE, _UNIT = 16, 64
 """Rows and columns that lie together; what is missing of them is filled up."""
 
 
-def _format(kind: int) -> tuple[int, ...]:
+def format_of(kind: int) -> tuple[int, ...]:
     """What tells formats apart: parts of one are one matrix."""
-    if kind in _DENSE:
-        return kind, _DENSE[kind]
-    if kind not in _BLOCKS:
+    return (kind, _DENSE[kind]) if kind in _DENSE else _BLOCKS.get(kind, (kind,))
+
+
+def _format(kind: int) -> tuple[int, ...]:
+    if kind not in _DENSE and kind not in _BLOCKS:
         raise Refused(f"ggml type {kind} is not known on GPUs")
-    return _BLOCKS[kind]
+    return format_of(kind)
 
 
 def packed_bytes(kind: int, rows: int, cols: int) -> int:

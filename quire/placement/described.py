@@ -57,12 +57,13 @@ class Described:
 
 
 def described(name: str, free: int, total: int | None = None, unified: bool = False) -> Described:
-    """A device with so much free memory, and the usual margin: 1 GiB or 5%, whichever is less.
+    """A device with so much free memory, and the usual margin.
 
-    The host keeps half a GiB, or 5% if that is less.
+    That is 1 GiB, 5% or an eighth of what is free, whichever is least; of the host, half a GiB or
+    5%.
     """
     kind = kind_of(name)
-    most = _HOST_MARGIN if kind == "cpu" else GIB
+    most = _HOST_MARGIN if kind == "cpu" else min(GIB, free // 8)
     margin = min(most, (free if total is None else total) // 20)
     libraries = _CONTEXT[kind] + CODE if kind in _CONTEXT else 0
     return Described(name, kind, free, margin, unified, libraries, _GRAPHS.get(kind, 0))

@@ -14,6 +14,7 @@ from quire.models.loader import Rows, loaded_type
 from quire.models.tensor_check import TensorCheck, rows_taken
 from quire.ops import Heads, Ops
 from quire.placement.arena import Event, Trace
+from quire.placement.cuda_sizes import format_of
 from quire.placement.kernels import Kernels, Step, Tiles, fold_floats, walks
 
 _DENSE = (0, 1, 30)  # ggml's numbers of F32, F16 and BF16
@@ -26,6 +27,8 @@ class Shape:
         self.shape = rows, cols
         self.nbytes = 4 * rows * cols
         self._ops, self._key = ops, ops.take(rows * cols)
+        self.held: object = None
+        """What stays as long as this, or until it is read."""
 
     def __del__(self) -> None:
         self._ops.events.append((self._key, 0))
@@ -40,6 +43,8 @@ class MatrixShape:
     nbytes: int
     quantized: bool
     dense: bool
+    formats: int
+    """Runs of parts that a GPU holds in one format."""
 
 
 class RehearsedLoader(TensorCheck):
@@ -55,12 +60,14 @@ class RehearsedLoader(TensorCheck):
         return self._with_types(super().experts(count, cols, *parts), parts, False)
 
     def _with_types(self, found: Any, parts: Sequence[Rows], exact: bool) -> MatrixShape:
-        kinds = set()
+        kinds = []
         for name, *_ in parts:
             tensor = self._file.tensors[name]
-            type = tensor.type if exact else loaded_type(name, tensor, self._quantize)
-            kinds.add(int(type) in _DENSE)
-        return MatrixShape(found.rows, found.cols, found.nbytes, False in kinds, True in kinds)
+            kinds.append(int(tensor.type if exact else loaded_type(name, tensor, self._quantize)))
+        dense = {kind in _DENSE for kind in kinds}
+        formats = len(list(itertools.groupby(kinds, format_of)))
+        sizes = found.rows, found.cols, found.nbytes
+        return MatrixShape(*sizes, False in dense, True in dense, formats)
 
     def vector(self, *parts: Rows) -> Any:
         """A shape that stays."""

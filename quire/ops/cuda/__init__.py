@@ -44,6 +44,11 @@ class CudaOps(Experts, Attention, RecurrentLayers, PageWork, Sampling):
         return self.machine.name
 
     @property
+    def hopper(self) -> bool:
+        """Whether quantised weights of prompts are multiplied as they are."""
+        return self.machine.hopper
+
+    @property
     def arithmetic(self) -> str:
         """The kind of GPU: the kernels' order of sums is fixed, that of its tensor cores is its."""
         return f"cuda {self.machine.architecture}{'' if self.exact_batches else ' fast'}"
