@@ -240,12 +240,16 @@ def _streaming(
 
 
 def passing_room(model: ModelFacts, kind: str, places: Places, host: int) -> int:
-    """Bytes of the largest network, or experts of a network, that are on the host."""
+    """Bytes of the largest layer that is on the host, or of its network or experts alone."""
     sizes = [0]
     for i in range(model.n_layers):
-        away = [part for part in model.layer_parts(i) if part.kind != MIXER]
-        if away and all(places[part] == host for part in away if part.kind != NETWORK):
-            sizes.append(sum(model.weights(kind, p) for p in away if places[p] == host))
+        parts = model.layer_parts(i)
+        here = [part for part in parts if places[part] == host]
+        whole = len(here) == len(parts)
+        away = [part for part in parts if part.kind != MIXER]
+        if whole or (away and all(places[p] == host for p in away if p.kind != NETWORK)):
+            mine = here if whole else [part for part in here if part.kind != MIXER]
+            sizes.append(sum(model.weights(kind, part) for part in mine))
     return max(sizes)
 
 

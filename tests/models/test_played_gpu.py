@@ -140,3 +140,112 @@ def test_a_budget_is_that_of_the_gpu_that_it_names(device: str, name: str, tmp_p
         assert llm.device.name == "cuda:0" and llm.budget.limit == 300 << 20
         llm.resize({"cuda:0": "400MiB"})
         assert llm.plan.device_of(Part(MIXER, 0)) == "cuda:0"
+
+
+class Behind(PlayedSteps):
+    """A GPU that works behind its host's back: here, when somebody asks for what it makes."""
+
+    def __init__(self, device: Any, model: Any, first: int) -> None:
+        super().__init__(device, model, first)
+        self.told: list[str] = []
+        self._waiting: list[Any] = []
+        run = model.run
+
+        def noted(x: Any, batch: Any, start: int, stop: int, on: Any = None) -> Any:
+            self.told.append("host" if start == 0 else "GPU")
+            return run(x, batch, start, stop, on)
+
+        model.run = noted
+
+    def run(self, *step: Any) -> Any:
+        self._waiting.append(step)
+        if not len(step[4]):  # rows
+            return None, Drawn(np.empty(0, np.int32))
+        *before, last = self._waiting
+        self._waiting = []
+        for one in before:
+            super().run(*one)
+        return super().run(*last)
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_the_host_computes_a_chunk_while_the_gpu_has_the_last(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for the GPU before a prompt has ended, and bits are the same."""
+    path = session_kinds.write(kind, tmp_path)
+    with quire.load(path, device="cpu", threads=1) as whole:
+        wanted = whole.generate(IDS, max_tokens=5, ignore_eos=True).token_ids
+    monkeypatch.setattr(Played, "steps", lambda self, model, first=0: Behind(self, model, first))
+    with quire.load(path, device="cuda", n_gpu_layers=2, threads=1) as llm:
+        llm.engine.scheduler.max_tokens = 32  # of a step
+        steps: Any = llm.engine.runner.steps
+        made = llm.generate(IDS, max_tokens=5, ignore_eos=True).token_ids
+        chunks = steps.told.index("GPU")  # 32 + 32 + 32 + 4 tokens, or where pages are cut
+        assert chunks >= 4 and steps.told[: 2 * chunks] == ["host"] * chunks + ["GPU"] * chunks
+        assert made == wanted
+        llm.memory.audit()
+
+
+class Recorded(CpuOps):
+    """Arrays of recorded steps, which only go with them."""
+
+    kept = 0
+
+    @property
+    def compute_bytes(self) -> int:
+        return self.cpu.arena_bytes + self.kept
+
+    def trim(self) -> None:
+        """All of them are used."""
+
+
+class Recording(PlayedSteps):
+    """Steps that hold memory once they ran."""
+
+    forgotten = 0
+
+    def run(self, *step: Any) -> Any:
+        self._device.ops.kept = self._device.keeps
+        return super().run(*step)
+
+    def forget(self) -> bool:
+        had, self._device.ops.kept = self._device.ops.kept > 0, 0
+        self.forgotten += had
+        return had
+
+
+class Tight(Played):
+    """A GPU whose recorded steps take so much."""
+
+    keeps = 0
+
+    def __init__(self, budget: Budget, index: int = 0, exact_batches: bool = True) -> None:
+        HostDevice.__init__(self, budget, Recorded(1), f"cuda:{index}")
+
+    def steps(self, model: Any, first: int = 0) -> Any:
+        return Recording(self, model, first)
+
+
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
+def test_recorded_steps_give_way_to_a_context_that_was_planned(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are recorded again; a sequence that the budget has room for never fails."""
+    path = session_kinds.write(kind, tmp_path)
+    monkeypatch.setattr(cuda, "CudaDevice", Tight)
+    settings: dict[str, Any] = {"device": "cuda", "n_gpu_layers": 3, "threads": 1, "n_ctx": 256}
+    with quire.load(path, memory_budget="256MiB", **settings) as llm:
+        wanted = llm.generate(IDS, max_tokens=150, ignore_eos=True).token_ids
+        used = llm.device.budget.used
+        pages = sum(v for k, v in llm.device.budget.breakdown.items() if k.startswith("pages"))
+    assert pages > 1 << 14
+    monkeypatch.setattr(Tight, "keeps", pages * 3 // 8)
+    with quire.load(path, memory_budget="256MiB", **settings) as llm:
+        llm.resize({"cuda:0": used + pages // 8})
+        steps: Any = llm.engine.runner.steps
+        with llm.session() as session:
+            session.append(IDS)
+            assert session.generate(max_tokens=150, ignore_eos=True).token_ids == wanted
+        assert steps.forgotten > 0
+        llm.memory.audit()

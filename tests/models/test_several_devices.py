@@ -284,7 +284,7 @@ def test_weights_pass_through_for_long_prompts(kind: str, tmp_path: Path) -> Non
             take = found.take
             found.take = lambda at, take=take, sent=sent: (sent.append(at), take(at))[1]  # type: ignore[method-assign]
             assert np.array_equal(llm.logits(ids), wanted)
-            assert sent == (list(range(len(found._networks))) if gpu_s < host_s else [])
+            assert sent == (list(range(len(found._parts))) if gpu_s < host_s else [])
             sent.clear()
             assert np.array_equal(llm.logits(ids[:20]), wanted[:20]) and not sent
             llm.memory.audit()
