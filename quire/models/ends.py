@@ -82,13 +82,14 @@ class GatedEnds(Ends):
 
     def enter(self, x: Array) -> tuple[Array, Array | None]:
         """What memory is asked with, and the gate."""
-        y, _ = super().enter(x)
-        return y, self.ops.linear(x, self._gate, self._norm, self._eps)
+        ops = self.ops
+        y = ops.linear(x, self._enter, self._norm, self._eps, bias=self._enter_bias)
+        return y, ops.linear(x, self._gate, self._norm, self._eps)
 
     def leave(self, x: Array, y: Array, kept: Array | None) -> None:
         """x += out(y · sigmoid(gate))."""
         assert kept is not None
-        super().leave(x, self.ops.gate_sigmoid(y, kept), None)
+        self.ops.linear(self.ops.gate_sigmoid(y, kept), self._out, into=x)
 
 
 class Mixing(ABC):

@@ -116,7 +116,8 @@ class SsdEnds(Ends):
 
     def enter(self, x: Array) -> tuple[Array, Array | None]:
         """All but z, and z."""
-        ops, (mixed, _) = self.ops, super().enter(x)
+        ops = self.ops
+        mixed = ops.linear(x, self._enter, self._norm, self._eps, bias=self._enter_bias)
         gate = ops.columns(mixed, 0, self._inner)
         return ops.columns(mixed, self._inner, self._inputs), gate
 
@@ -124,7 +125,7 @@ class SsdEnds(Ends):
         """x += out(norm(y · silu(z)))."""
         assert kept is not None
         y = self.ops.gated_norm(y, kept, self._gated_norm, self._eps, self._row, True)
-        super().leave(x, y, None)
+        self.ops.linear(y, self._out, bias=self._out_bias, into=x)
 
 
 def _ssd(kit: Kit, at: str, shape: SsdShape) -> Recurrent:
@@ -213,7 +214,7 @@ class DeltaEnds(GatedEnds):
         """x += out(norm(y) · silu(z))."""
         assert kept is not None
         y = self.ops.gated_norm(y, kept, self._gated_norm, self._eps, self._row, False)
-        Ends.leave(self, x, y, None)
+        self.ops.linear(y, self._out, into=x)
 
 
 def _delta_net(kit: Kit, at: str, kind: DeltaKind) -> Recurrent:
