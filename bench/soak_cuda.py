@@ -13,13 +13,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import random
-import subprocess
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from _watched import held_now
 
 import quire
 from quire.errors import QuireError
@@ -120,21 +120,13 @@ class User:
             self.sessions.pop(self.rng.randrange(len(self.sessions))).close()
 
 
-def held_bytes() -> int:
-    """What the driver says this process holds of GPUs, whatever others do there."""
-    ask = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
-    lines = subprocess.run(ask, capture_output=True, text=True, check=True).stdout.splitlines()
-    mine = [line.split(",")[1] for line in lines if int(line.split(",")[0]) == os.getpid()]
-    return sum(int(mib) << 20 for mib in mine)
-
-
 def soak(folder: Path, minutes: float, budget: str, seed: int) -> dict[str, Any]:
     """Rounds on one model until the time is over."""
     import torch
 
     torch.cuda.init()
     torch.zeros(1, device="cuda")
-    before = held_bytes()
+    before = held_now()
     assert before, "the driver does not tell what a process holds here"
     held: list[int] = []
     with quire.load(folder, device="cuda", memory_budget=budget) as llm:
@@ -147,7 +139,7 @@ def soak(folder: Path, minutes: float, budget: str, seed: int) -> dict[str, Any]
                 llm.memory.audit()
                 used, limit = llm.budget.used, llm.budget.limit
                 assert used <= limit, f"{used:,} of {limit:,} bytes"
-                gone = held_bytes() - before
+                gone = held_now() - before
                 assert gone <= limit + SLACK, f"{gone:,} bytes by the driver, of {limit:,}"
                 held.append(gone)
             for session in user.sessions:

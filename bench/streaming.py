@@ -2,10 +2,11 @@
 
     python bench/streaming.py [MODEL] [--n-gpu-layers 18] [--device cuda] [--tokens 512 2048]
 
-MODEL is a path or a made-up model (see _made_up.py). For each length of a prompt: tokens per second
-with the networks of the host's layers computed there (`exact_batches=True`), and with them free to
-pass through the GPU (`exact_batches=False`), and what was measured of both ways. Prompts are new
-each time; medians of rounds. Ends with one JSON line.
+MODEL is a path or a made-up model (see _made_up.py). For each length of a prompt, tokens per second
+`waiting` for the GPU after every step; without, so that it has one chunk while the host computes
+the next (both with `exact_batches=True`); and `streaming`, products of the host's layers free to
+be computed on the GPU (`exact_batches=False`), with what was measured of both ways. Prompts are
+new each time; medians of rounds. Ends with one JSON line.
 """
 
 from __future__ import annotations
@@ -19,13 +20,32 @@ from typing import Any
 import numpy as np
 from _made_up import load
 
+WAYS = ("waiting", "overlapped", "streaming")
 
-def measured(args: argparse.Namespace, exact: bool) -> list[dict[str, Any]]:
+
+def wait_after_steps(llm: Any) -> None:
+    """Lets the host wait for the GPU after every step."""
+    import torch
+
+    launch = llm.engine.runner.launch
+
+    def waiting(*step: Any) -> Any:
+        found = launch(*step)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return found
+
+    llm.engine.runner.launch = waiting
+
+
+def measured(args: argparse.Namespace, way: str) -> list[dict[str, Any]]:
     """Prompts of each length."""
     rng, rows = np.random.default_rng(3), []
     n_ctx = max(args.tokens) + 16
     settings = {"device": args.device, "n_gpu_layers": args.n_gpu_layers, "n_ctx": n_ctx}
-    with load(args.model, exact_batches=exact, **settings) as llm:
+    with load(args.model, exact_batches=way != "streaming", **settings) as llm:
+        if way == "waiting":
+            wait_after_steps(llm)
         for tokens in args.tokens:
             speeds = []
             for _ in range(args.rounds + 1):  # the first one compiles
@@ -33,27 +53,29 @@ def measured(args: argparse.Namespace, exact: bool) -> list[dict[str, Any]]:
                 start = time.perf_counter()
                 llm.generate(ids, max_tokens=1)
                 speeds.append(tokens / (time.perf_counter() - start))
-            row = {"tokens": tokens, "exact": exact, "tokens/s": statistics.median(speeds[1:])}
+            row: dict[str, Any] = {"tokens/s": statistics.median(speeds[1:])}
             if (streaming := llm._streaming) is not None:
                 row |= {
-                    "host ms of a network": 1e3 * streaming.host_s * min(tokens, 512),
+                    "host ms of a layer": 1e3 * streaming.host_s * min(tokens, 512),
                     "streamed ms": 1e3 * streaming.gpu_s, "streamed": streaming.runs,
                 }  # fmt: skip
-            rows.append({name: round(value, 2) for name, value in row.items()})
+            row = {name: round(value, 2) for name, value in row.items()}
+            rows.append({"way": way, "tokens": tokens, **row})
             print(rows[-1], flush=True)
     return rows
 
 
 def main() -> None:
-    """Both ways, then one JSON line."""
+    """Each way, then one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", default="4B-Q4_K_M")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--n-gpu-layers", type=int, default=18)
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     args = parser.parse_args()
-    rows = [row for exact in (True, False) for row in measured(args, exact)]
+    rows = [row for way in args.ways for row in measured(args, way)]
     print(json.dumps({"model": args.model, "n_gpu_layers": args.n_gpu_layers, "rows": rows}))
 
 
