@@ -96,9 +96,9 @@ class Ssd(_Recurring):
         load, at = kit.load, f"blk.{layer}."
         columns = shape.inner + shape.channels + shape.n_heads
         enter = _product(load, f"{at}ssm_in", c.width, columns)
-        self.recurrent = _ssd(kit, at, shape)
         out = _product(load, f"{at}ssm_out", shape.inner, c.width)
         self.ends = SsdEnds(kit, c.eps, self.norm, enter, out, shape, f"{at}ssm_norm.weight")
+        self.recurrent = _ssd(kit, at, shape)
 
 
 class SsdEnds(Ends):

@@ -128,12 +128,11 @@ class Arrays:
 
     def array(self, values: Float32) -> Array:
         """An array from host values: a matrix, or one row."""
-        return self.new(self.machine.upload(np.atleast_2d(values).astype(np.float32, copy=False)))
+        return self.new(self.machine.send(np.atleast_2d(values).astype(np.float32, copy=False)))
 
     def numpy(self, x: Array) -> Float32:
         """A copy of the array's values on the host."""
-        found: Float32 = values_of(x).cpu().numpy()
-        return found
+        return self.machine.fetch(values_of(x))
 
     def take_rows(self, x: Array, rows: Int32 | OnDevice) -> Array:
         """Some rows of x."""

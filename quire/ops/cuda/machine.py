@@ -52,6 +52,7 @@ class OnDevice:
 
 _ALIGN = 256  # bytes that matrices begin at multiples of
 _ODD = 1 << 16  # bytes that this may take in all
+_LARGE = 1 << 15  # bytes of activations that are worth being staged
 _weights: Counter[torch.device] = Counter()
 """Bytes that matrices hold of each GPU: what torch tells is of the whole process too."""
 
@@ -88,6 +89,23 @@ class Machine:
         if not plain.flags.writeable:  # torch warns of arrays that it must not write
             plain = plain.copy()
         return torch.from_numpy(plain).to(self.device, copy=True)
+
+    def send(self, values: NDArray[np.float32]) -> torch.Tensor:
+        """Activations for the device: larger ones through pinned memory, so that nobody waits."""
+        if self.interpreted or values.nbytes < _LARGE:
+            return self.upload(values)
+        staged = torch.empty(values.shape, dtype=torch.float32, pin_memory=True)
+        staged.numpy()[...] = values
+        return staged.to(self.device, non_blocking=True)
+
+    def fetch(self, values: torch.Tensor) -> NDArray[np.float32]:
+        """Activations for the host, once the device has computed them."""
+        if self.interpreted or values.nbytes < _LARGE:
+            found: NDArray[np.float32] = values.cpu().numpy()
+            return found
+        staged = torch.empty(values.shape, dtype=torch.float32, pin_memory=True)
+        staged.copy_(values)
+        return staged.numpy()
 
     def integers(self, values: Int32 | OnDevice) -> torch.Tensor:
         """Integers as a tensor of the device."""
