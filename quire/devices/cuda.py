@@ -221,8 +221,10 @@ def free_bytes(index: int = 0) -> tuple[int, int, bool]:
     what is left is not even one slab.
     """
     driver, machine = _open(index)
-    _wake(index)
     free, total = driver.free_bytes()
+    if free >= GRANULE:
+        _wake(index)
+        free, _ = driver.free_bytes()
     if free < GRANULE:
         raise BudgetError(
             f"cuda:{index} has {free:,} of {total:,} bytes free, and pages are taken in slabs of "

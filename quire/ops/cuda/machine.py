@@ -101,11 +101,12 @@ class Machine:
     def fetch(self, values: torch.Tensor) -> NDArray[np.float32]:
         """Activations for the host, once the device has computed them."""
         if self.interpreted or values.nbytes < _LARGE:
-            found: NDArray[np.float32] = values.cpu().numpy()
-            return found
-        staged = torch.empty(values.shape, dtype=torch.float32, pin_memory=True)
-        staged.copy_(values)
-        return staged.numpy()
+            staged = values.cpu()
+        else:
+            staged = torch.empty(values.shape, dtype=torch.float32, pin_memory=True)
+            staged.copy_(values)
+        found: NDArray[np.float32] = staged.numpy()
+        return found
 
     def integers(self, values: Int32 | OnDevice) -> torch.Tensor:
         """Integers as a tensor of the device."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cache
 
 import numpy as np
@@ -18,9 +19,10 @@ _KINDS = {8: 34, 12: 144, 14: 210}
 def wake(index: int) -> None:
     """Does a little of what loading does, once: packs a few weights, then lets them go."""
     machine = Machine(index)
-    for kind, size in _KINDS.items():
-        blocks = 16 * 256 // (32 if kind == 8 else 256)
-        pack([(kind, 16, 256, np.zeros(blocks * size, np.uint8))], machine)
+    with suppress(torch.OutOfMemoryError):  # what is free is too little then, which is said
+        for kind, size in _KINDS.items():
+            blocks = 16 * 256 // (32 if kind == 8 else 256)
+            pack([(kind, 16, 256, np.zeros(blocks * size, np.uint8))], machine)
     torch.cuda.Stream(machine.device).synchronize()
     torch.cuda.synchronize(machine.device)
     machine.trim()
