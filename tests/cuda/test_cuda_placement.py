@@ -147,6 +147,33 @@ def test_weights_pass_through_for_long_prompts(tmp_path: Path) -> None:
         assert {d.budget.used for d in llm.devices} == {0}
 
 
+_ARENA = """
+import random, torch
+from quire.placement.cuda_arrays import TorchArena
+torch.empty(1, device="cuda")
+torch.cuda.empty_cache()
+rng, arena, live = random.Random(SEED), TorchArena(), {}
+for key in range(600):
+    if live and rng.random() < 0.48:
+        gone = rng.choice(list(live))
+        arena.give(gone)
+        del live[gone]
+    floats = int(10 ** rng.uniform(1, 7))
+    live[key] = torch.empty(floats, device="cuda")
+    arena.take(key, floats)
+    assert arena.held == torch.cuda.memory_reserved(), (key, floats, arena.held)
+"""
+
+
+@pytest.mark.gpu
+def test_memory_is_taken_as_torch_takes_it() -> None:
+    """Segment by segment, in processes that have nothing else."""
+    for seed in range(3):
+        script = _ARENA.replace("SEED", str(seed))
+        ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stderr[-2000:]
+
+
 @pytest.mark.gpu
 def test_the_driver_says_what_was_planned() -> None:
     """In processes of their own, the context and the code of kernels included."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from quire.errors import RequestError
 from quire.models.loader import DOWN, EMBEDDING, EXPERTS, MIXER, NETWORK, OUTPUT, Part
+from quire.placement.cuda_arrays import TorchArena
 from quire.placement.described import Described
 from quire.placement.facts import GroupFacts, ModelFacts
 from quire.placement.fit import fit
@@ -86,9 +88,30 @@ def wishes(draw: st.DrawFn) -> Wanted:
 def check_limits(plan: Plan) -> None:
     """No device over its limit, those that share the host's memory together with it."""
     for one in plan.devices:
-        assert one.total <= one.device.limit, one.device.name
+        assert one.total + one.ahead <= one.device.limit, one.device.name
     shared = sum(one.total for one in plan.devices[:-1] if one.device.unified)
     assert shared + plan.devices[-1].total <= plan.devices[-1].device.limit or not shared
+
+
+def test_torch_holds_segments() -> None:
+    """Never less than lives, the same again when the same comes again, and what is free is used."""
+    rng = random.Random(4)
+    arena, live = TorchArena(), dict[int, int]()
+    for key in range(2000):
+        if live and rng.random() < 0.5:
+            gone = rng.choice(list(live))
+            arena.give(gone)
+            del live[gone]
+        live[key] = int(10 ** rng.uniform(1, 6.5))
+        arena.take(key, live[key])
+        assert arena.held >= 4 * sum(live.values()) and arena.held % (2 << 20) == 0
+    for key in live:
+        arena.give(key)
+    trace = tuple([(i, 1 << i) for i in range(24)] + [(i, 0) for i in range(24)])
+    arena.run(trace)
+    held = arena.held
+    arena.run(trace)
+    assert arena.held == held
 
 
 def check_shape(plan: Plan) -> None:
