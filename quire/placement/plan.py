@@ -229,14 +229,22 @@ def _weights(model: ModelFacts, kind: str, parts: Sequence[Part]) -> dict[str, i
 def _streaming(
     model: ModelFacts, devices: Sequence[Described], places: Places, at: int
 ) -> int:  # fmt: skip
-    """Of the device with the output: two rooms, and what packing takes; of the host: staging."""
+    """Of the device with the output: two rooms, what packing takes, and more arrays than its own
+    layers have; of the host: staging."""
     main, host = places[Part(OUTPUT)], len(devices) - 1
     kind = devices[main].kind
     room = passing_room(model, kind, places, host) if at in (main, host) and main != host else 0
     if not room:
         return 0
     on_gpu = kind == "cuda"
-    return STAGED * on_gpu if at == host else ROOMS * room + UNPACKED * on_gpu
+    if at == host:
+        return STAGED * on_gpu
+    here, passing = (
+        frozenset(part for part, place in places.items() if place == each and part.layer >= 0)
+        for each in (main, host)
+    )  # fmt: skip
+    arrays = model.compute(kind, passing) - (model.compute(kind, here) if here else 0)
+    return ROOMS * room + UNPACKED * on_gpu + max(arrays, 0)
 
 
 def passing_room(model: ModelFacts, kind: str, places: Places, host: int) -> int:
