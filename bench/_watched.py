@@ -86,5 +86,5 @@ def planned(llm: quire.LLM) -> dict[str, int]:
     return {
         "weights": sum(one.weights.values()), "memory": sum(one.memory.values()),
         "compute": one.compute, "graphs": one.graphs, "libraries": one.libraries,
-        "ahead": one.ahead, "total": one.total + one.ahead,
+        "total": one.total,
     }  # fmt: skip

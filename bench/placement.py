@@ -84,7 +84,7 @@ def measured(args: argparse.Namespace, n: int, n_layers: int) -> list[dict[str, 
                 names = {d.device.name for d in there}
                 found[way] = {
                     "way": way, "n": n, "splits": llm.plan.splits,
-                    "planned": sum(d.total + d.ahead for d in there),
+                    "planned": sum(d.total for d in there),
                     "held": sum(d.budget.used for d in llm.devices if d.name in names),
                 }  # fmt: skip
     rows = [{**row, "tokens_per_second": statistics.median(speeds[way])}

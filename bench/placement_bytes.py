@@ -47,6 +47,7 @@ def child(model: str, which: str, n_ctx: int) -> None:
         torch.cuda.reset_peak_memory_stats()
         with load(model, device="cuda", n_gpu_layers=n, n_ctx=n_ctx) as llm:
             torch.cuda.reset_peak_memory_stats()  # what packing took is given back
+            llm.engine.prefix.remember = lambda entries: None  # nobody plans for cached prefixes
             run(llm, n_ctx)
             found = facts(llm)
             plan = planned(llm)

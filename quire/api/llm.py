@@ -97,7 +97,13 @@ class LLM(Generating):
             self.n_ctx = settings.n_ctx or min(self._placed.n_ctx, room)
             kernels = self.model.kernels
             memory = build_memory(
-                self.model.groups, self.device, settings, kernels, self.n_ctx, away
+                self.model.groups,
+                self.device,
+                settings,
+                kernels,
+                self.n_ctx,
+                away,
+                settings.n_parallel,
             )
             failed.callback(memory.close)
             self.engine = self._engine(memory, away)

@@ -24,8 +24,7 @@ from quire.ops import Array, Drawn, Ops
 
 GRANULE = 32 << 20
 """Bytes of a slab: a call to the driver costs the same for 2 MiB and for 64."""
-AHEAD = 4 * GRANULE
-"""Bytes of pages that are mapped before they are needed: while the GPU computes."""
+_AHEAD = 4  # slabs that are mapped before they are needed: while the GPU computes
 _STAGE = 32 << 20  # bytes on their way between host and GPU
 
 
@@ -171,7 +170,7 @@ class CudaDevice(Device):
     ) -> None:  # fmt: skip
         self.machine = CudaMachine(index, granule)
         self.granularity = self.machine.granule
-        self.ahead = AHEAD // GRANULE * self.granularity
+        self.ahead = _AHEAD * self.granularity
         self.capacity = self.machine.driver.free_bytes()[1]
         self.copier = self.machine.copier
         super().__init__(f"cuda:{index}", budget, ops or _ops(index, exact_batches))

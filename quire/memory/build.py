@@ -38,12 +38,13 @@ class MemorySettings(Protocol):
 def build_memory(
     groups: Sequence[GroupSpec | RecurrentSpec], device: Device, settings: MemorySettings,
     kernels: Mapping[str, GroupKernels], n_ctx: int | None = None,
-    elsewhere: Mapping[str, Device] | None = None,
+    elsewhere: Mapping[str, Device] | None = None, sequences: int = 1,
 ) -> Memory:  # fmt: skip
     """The memory of a model with these groups, and kernels by the names of groups.
 
     What is taken all at once is for kv_cache_tokens, or else for one context of n_ctx tokens.
-    `elsewhere` says which groups are on other devices.
+    `elsewhere` says which groups are on other devices. Nothing is taken ahead but for so many
+    sequences of n_ctx tokens.
     """
     if not groups:
         raise ModelError("the model declares no groups, so there is nothing to remember with")
@@ -53,10 +54,15 @@ def build_memory(
     tokens = settings.kv_cache_tokens
     if tokens is None and not settings.kv_cache_demand_paged:
         tokens = n_ctx
-    return Memory([
+    made = [
         _group(g, away.get(g.name, device), settings, kernels.get(g.name, none), tokens)
         for g in groups
-    ])  # fmt: skip
+    ]
+    if n_ctx is not None:
+        for group in made:
+            for pool, pages in group.most_pages(0, sequences * n_ctx):  # what tokens alone take
+                pool.expected = pages
+    return Memory(made)
 
 
 def attention_layout(group: GroupSpec, settings: MemorySettings) -> AttentionLayout:

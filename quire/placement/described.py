@@ -6,14 +6,13 @@ import re
 from dataclasses import dataclass
 
 from quire.config import parse_bytes
-from quire.devices.cuda import AHEAD, GRANULE
+from quire.devices.cuda import GRANULE
 from quire.errors import RequestError
 
 GIB = 1 << 30
 KINDS = ("cpu", "cuda", "reference")
 _HOST_MARGIN = GIB // 2
 _GRANULES = {"cpu": 4096, "cuda": GRANULE, "reference": 4096}
-_AHEAD = {"cuda": AHEAD}
 _CONTEXT = {"cuda": 681 << 20}
 """What the driver and torch take of a GPU before anything is loaded, as measured on an H200. Of a
 GPU that is there this is known: it is gone when one asks what is free."""
@@ -48,12 +47,6 @@ class Described:
     def granularity(self) -> int:
         """Bytes in which pages are paid for."""
         return _GRANULES[self.kind]
-
-    @property
-    def ahead(self) -> int:
-        """Bytes of pages that each pool takes before it needs them, where there is plenty."""
-        limit = max(self.limit - self.libraries - self.graphs, 0)
-        return min(_AHEAD.get(self.kind, 0), limit // 32)
 
 
 def described(name: str, free: int, total: int | None = None, unified: bool = False) -> Described:

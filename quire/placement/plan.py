@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -45,9 +45,6 @@ class DevicePlan:
     streaming: int = 0
     """Room for networks of the host that pass through: one that is used, and the next; and of the
     host, what they are staged in."""
-    ahead: int = 0
-    """Pages that are taken before they are needed, and given back to who needs them: not in the
-    total."""
 
     @property
     def total(self) -> int:
@@ -80,7 +77,6 @@ class DevicePlan:
             "graphs_bytes": self.graphs,
             "draft_bytes": self.draft,
             "streaming_bytes": self.streaming,
-            "ahead_bytes": self.ahead,
             "total_bytes": self.total,
             "left_bytes": self.left,
         }
@@ -206,14 +202,13 @@ def lay_out(
     for at, device in enumerate(devices):
         here = tuple(part for part, place in places.items() if place == at)
         extra = draft_bytes(draft, device, load) if draft and at == drafts else 0
-        one = DevicePlan(
+        found.append(DevicePlan(
             device, here, _weights(model, device.kind, here), _memory(model, device, here, load),
             model.compute(device.kind, frozenset(here)) if here else 0,
             device.libraries if here else 0,
             device.graphs if at == drafts == places[last] else 0, extra,
             _streaming(model, devices, places, at) if load.streams else 0,
-        )  # fmt: skip
-        found.append(replace(one, ahead=_ahead(one)))
+        ))  # fmt: skip
     return Plan(model, tuple(found), places, load, tuple(notes), draft)
 
 
@@ -273,14 +268,6 @@ def _memory(
             for name, size in zip(names, each, strict=True):
                 sizes[name] = -(-size // device.granularity) * device.granularity
     return sizes
-
-
-def _ahead(one: DevicePlan) -> int:
-    """What pools take before they need it: nothing where little is left."""
-    device = one.device
-    plenty = one.left >= (device.limit - device.libraries - device.graphs) // 8
-    granules = device.ahead // device.granularity
-    return len(one.memory) * granules * device.granularity if plenty else 0
 
 
 def draft_bytes(draft: ModelFacts, device: Described, load: Load) -> int:

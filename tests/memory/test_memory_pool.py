@@ -362,3 +362,15 @@ def test_pages_are_backed_ahead_while_there_is_plenty_and_somebody_uses_any() ->
     pool.release(np.concatenate([ids, [3, 4], more]).astype(np.int32))
     pool.trim(pool.spare)
     assert pool.committed == 0
+
+
+def test_no_more_is_backed_ahead_than_is_expected() -> None:
+    pool = make(OS_PAGE, max_pages=64, limit=64 * OS_PAGE)
+    pool.device.ahead, pool.expected = 2 * OS_PAGE, 4
+    for used, committed in ((1, 3), (3, 4), (4, 4), (6, 6)):
+        pool.allocate(used - pool.used)
+        pool.back_ahead()
+        assert pool.committed == committed * OS_PAGE
+    pool.release(np.arange(6, dtype=np.int32))
+    pool.trim(pool.spare)
+    assert pool.committed == 0

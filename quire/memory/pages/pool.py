@@ -53,6 +53,8 @@ class PagePool:
         self.appender: Int32 = np.zeros(max_pages, np.int32)
         self.cached: Int32 = np.zeros(max_pages, np.int32)
         self.used = self.cached_pages = self.cached_only = 0
+        self.expected = max_pages
+        """Pages that are likely to be wanted: more are not taken ahead."""
         self._poison = poison
         self.counts = self.refs.data  # the same integers, read and written one by one faster
         self._live = bytearray(max_pages)
@@ -114,8 +116,8 @@ class PagePool:
     @property
     def spare(self) -> int:
         """Free pages that are worth keeping backed; none where nobody uses any."""
-        ahead = min(self.device.ahead, self.budget.limit // 32)
-        return ahead // self.page_bytes if self.used else 0
+        ahead = min(self.device.ahead, self.budget.limit // 32) // len(self.device.backings)
+        return min(ahead // self.page_bytes, max(self.expected - self.used, 0)) if self.used else 0
 
     def back_ahead(self) -> None:
         """Backs the pages that are likely to be wanted next, where there is plenty of room."""
