@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from quire.memory.groups.state_pools import StatePools
 from quire.models.layers import GatedNetwork
 from quire.models.loader import DOWN, EXPERTS, MIXER, OUTPUT, Kit, Part
 from quire.models.streaming import LEAST, Streaming
+from quire.ops.cpu import CpuOps
 from quire.ops.passing import InPlace
 from tests import random_hybrids, session_kinds, tiny
 from tests.model_folders import RANDOM, TRAINED, model_folder
@@ -289,6 +291,63 @@ def test_weights_pass_through_for_long_prompts(kind: str, tmp_path: Path) -> Non
             assert np.array_equal(llm.logits(ids[:20]), wanted[:20]) and not sent
             llm.memory.audit()
         assert {d.budget.used for d in llm.devices} == {0}
+
+
+class Watched(InPlace):
+    """A passage that notes which rooms are filled and used."""
+
+    def __init__(self, ops: Any) -> None:
+        super().__init__(ops)
+        self.filled: list[int] = []
+        self.used: list[int] = []
+        self.using = -1
+        self.closed = False
+
+    def fill(self, room: int, make: Any) -> Any:
+        assert not self.closed and room != self.using, "what is used is overwritten"
+        self.filled.append(room)
+        made = make()
+        assert room != self.using, "it was used before it was there"
+        return made
+
+    @contextmanager
+    def use(self, room: int) -> Iterator[None]:
+        assert self.using < 0 and room in self.filled
+        self.using = room
+        self.used.append(room)
+        yield
+        self.using = -1
+
+    def close(self) -> None:
+        assert self.using < 0
+        self.closed = True
+
+
+def test_one_room_is_filled_while_the_other_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layer after layer, chunk after chunk: what comes next is on its way, the first too."""
+    made: list[Watched] = []
+    monkeypatch.setattr(
+        CpuOps, "passage", lambda self, size: made.append(Watched(self)) or made[-1]
+    )  # fmt: skip
+    path = tmp_path / "m.gguf"
+    tiny.write(path, tiny.Tiny(layers=5, tied=False))
+    ids = [int(i) for i in np.random.default_rng(1).integers(3, 250, 210)]
+    split: dict[str, Any] = {"device": "cpu:1", "n_gpu_layers": 3, **ROOM}
+    with quire.load(path, **split) as llm:
+        wanted = llm.generate(ids, max_tokens=4, ignore_eos=True).token_ids
+    with quire.load(path, exact_batches=False, **split) as llm:
+        found = llm._streaming
+        assert found is not None and len(found._parts) == 3 and len(made) == 1
+        found.measured = lambda *_, **__: None  # type: ignore[method-assign]
+        found.host_s, found.gpu_s = 1.0, 1e-9
+        llm.engine.scheduler.max_tokens = 70
+        assert llm.generate(ids, max_tokens=4, ignore_eos=True).token_ids == wanted
+        llm.memory.audit()
+    assert made[0].used == [1, 0, 1, 0, 1, 0, 1, 0, 1] and made[0].closed
+    assert made[0].filled == [1, 0, 1, 0, 1, 0, 1, 0, 1, 0]
+    assert {d.budget.used for d in llm.devices} == {0}
 
 
 def test_a_file_that_cannot_be_read_again_stays_on_the_host(
