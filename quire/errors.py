@@ -73,7 +73,11 @@ class TemplateError(QuireError):
 
 
 class RequestError(QuireError):
-    """The caller asked for something impossible and can change it."""
+    """The caller asked for something impossible and can change it: `param`, where it is one."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class ContextError(RequestError):

@@ -109,10 +109,12 @@ class Sampling:
         for name in ("top_p", "typical_p"):
             if getattr(self, name) == 0.0:
                 raise RequestError(
-                    f"{name} is 0, which keeps no token; use temperature=0 for greedy"
+                    f"{name} is 0, which keeps no token; use temperature=0 for greedy", name
                 )
         if self.mirostat not in (0, 2):
-            raise RequestError(f"mirostat is 0 (off) or 2, its second version, not {self.mirostat}")
+            raise RequestError(
+                f"mirostat is 0 (off) or 2, its second version, not {self.mirostat}", "mirostat"
+            )
         if self.seed is not None:
             _check_int("seed", self.seed, 0, 2**64 - 1)
         if self.logprobs is not None:
@@ -125,8 +127,8 @@ class Sampling:
         if not isinstance(self.logit_bias, Mapping):
             raise RequestError(f"logit_bias has a number by token id, not {self.logit_bias!r:.80}")
         for token, bias in self.logit_bias.items():
-            _check_int("a token of logit_bias", token, 0, 2**31 - 1)
-            _check(f"logit_bias of token {token}", bias, -1000.0, 1000.0)
+            _check_int("logit_bias", token, 0, 2**31 - 1, "a token of logit_bias")
+            _check("logit_bias", bias, -1000.0, 1000.0, f"logit_bias of token {token}")
         breakers, processors = self.dry_sequence_breakers, self.logit_processors
         texts = isinstance(breakers, (list, tuple)) and all(isinstance(b, str) for b in breakers)
         if not texts or "" in breakers:
@@ -175,12 +177,16 @@ _WHOLE: Mapping[str, tuple[int, int]] = {
 }  # fmt: skip
 
 
-def _check(name: str, value: float, low: float, high: float) -> None:
+def _check(name: str, value: float, low: float, high: float, what: str = "") -> None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or math.isnan(value) or not low <= value <= high:
-        raise RequestError(f"{name} must be a number from {low:g} to {high:g}, not {value!r}")
+        raise RequestError(
+            f"{what or name} must be a number from {low:g} to {high:g}, not {value!r}", name
+        )
 
 
-def _check_int(name: str, value: int, low: int, high: int) -> None:
+def _check_int(name: str, value: int, low: int, high: int, what: str = "") -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise RequestError(f"{name} must be a whole number from {low} to {high}, not {value!r}")
+        raise RequestError(
+            f"{what or name} must be a whole number from {low} to {high}, not {value!r}", name
+        )

@@ -104,8 +104,8 @@ class Texts:
         if not isinstance(tool_choice, str):
             raise RequestError(
                 "tool_choice is 'auto', 'none', 'required' or the name of a tool, not "
-                f"{tool_choice!r:.80}"
-            )
+                f"{tool_choice!r:.80}", "tool_choice",
+            )  # fmt: skip
         style, known, listed = self.style, None, None
         if tools is not None and tool_choice != "none":
             listed, known = self._shown(tools)
@@ -117,7 +117,9 @@ class Texts:
             thinking = style.thinking(text)
             constraint = call_grammar(style, wanted, self._control_token, thinking, many)
         elif tool_choice not in ("auto", "none"):
-            raise RequestError(f"tool_choice is {tool_choice!r:.80}, but there are no tools")
+            raise RequestError(
+                f"tool_choice is {tool_choice!r:.80}, but there are no tools", "tool_choice"
+            )
         return ChatPrompt(text, self.text_tokens(text), style, known, constraint)
 
     def _shown(self, tools: object) -> tuple[list[dict[str, Any]] | None, Tools | None]:
@@ -128,8 +130,8 @@ class Texts:
         if not self.style.takes_tools:
             raise RequestError(
                 f"the chat template of {self.path} has no place for tools; describe them in a "
-                "message, or take a model that was taught to call tools"
-            )
+                "message, or take a model that was taught to call tools", "tools",
+            )  # fmt: skip
         return listed, known
 
     def chat_text(

@@ -49,7 +49,7 @@ class Vectors(Requests):
         tokens = [np.array(self.tokens_of(text), np.int32) for text in several]
         for number, ids in enumerate(tokens):
             if not len(ids):
-                raise RequestError(f"text {number} has no tokens, and so no vector")
+                raise RequestError(f"text {number} has no tokens, and so no vector", "input")
             self.engine.check_tokens(0, ids.tolist())
         return Embedding(self.engine, tokens, chosen)
 

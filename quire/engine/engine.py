@@ -280,7 +280,7 @@ class Engine(Sequences):
         self._check_sampling(request)
         n_tokens = sequence.length + len(request.tokens)
         if not n_tokens:
-            raise RequestError("there is nothing to continue: the prompt has no tokens")
+            raise RequestError("there is nothing to continue: the prompt has no tokens", "prompt")
         if n_tokens >= self.n_ctx:
             raise self.too_long(n_tokens)
         sampling = request.sampling
@@ -322,9 +322,9 @@ class Engine(Sequences):
         has = f"the vocabulary has {self.n_vocab} tokens"
         for token in request.sampling.logit_bias:
             if token >= self.n_vocab:
-                raise RequestError(f"logit_bias names token {token}; {has}")
-        if (request.sampling.logprobs or 0) > self.n_vocab:
-            raise RequestError(f"logprobs asks for {request.sampling.logprobs} tokens; {has}")
+                raise RequestError(f"logit_bias names token {token}; {has}", "logit_bias")
+        if (wanted := request.sampling.logprobs or 0) > self.n_vocab:
+            raise RequestError(f"logprobs asks for {wanted} tokens; {has}", "logprobs")
 
     # -- what drafters see ----------------------------------------------------------------------
 

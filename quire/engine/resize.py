@@ -71,7 +71,10 @@ def _room_of_one(engine: Engine, limits: Mapping[Budget, int], settings: Context
 
     running = max((one.length + 1 for one in engine.scheduler.active), default=1)
     asked = " and ".join(f"{limit:,}" for limit in limits.values())
-    cannot = f"the budget cannot become {asked} bytes: what stays leaves too little of it"
+    stays = sum(budget.used for budget in limits) - sum(p.committed for p in engine.memory.pools)
+    cannot = (
+        f"the budget cannot become {asked} bytes: what stays takes {stays:,} and leaves too little"
+    )
     try:
         room = longest_on_each(engine.memory.specs_by_device, left, settings)
     except BudgetError as error:

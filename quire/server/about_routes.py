@@ -39,9 +39,10 @@ async def models(request: Request) -> Response:
 
 
 async def model(request: Request) -> Response:
-    """One model."""
+    """One model; without a name, as if the slash behind were none, all of them."""
     state: State = request.app.state.quire
-    return as_json(_told(state.models.find(request.path_params["id"])))
+    name = request.path_params["id"]
+    return as_json(_told(state.models.find(name))) if name else await models(request)
 
 
 def _told(model: ServedModel) -> dict[str, Any]:

@@ -23,9 +23,11 @@ from quire.server import (
 )
 from quire.server.errors import ApiError
 from quire.server.guards import Guards
+from quire.server.ollama_routes import refuse
 from quire.server.other_routes import other_routes
 from quire.server.page_routes import page_routes
 from quire.server.records import Recording
+from quire.server.sessions import wrong_name
 from quire.server.settings import ServeSettings
 from quire.server.state import State
 from quire.server.wire import Disconnected
@@ -110,9 +112,12 @@ async def _api_error(request: Request, error: Exception) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = {404: "there is nothing at", 405: "this method is not for"}.get(error.status_code)
-    path = request.url.path
+    path, written = request.url.path, request.scope["raw_path"].lower()
     message = f"{what} {path!r:.140}" if what else str(error.detail)
-    return ApiError(error.status_code, message, headers=error.headers or {}).response()
+    told = ApiError(error.status_code, message, headers=error.headers or {})
+    if error.status_code == 404 and written.startswith(b"/v1/sessions/") and b"%2f" in written:
+        told = wrong_name(path.removeprefix("/v1/sessions/"))  # a name that has a slash
+    return refuse(told) if path.startswith("/api/") else told.response()
 
 
 async def _gone(request: Request, error: Exception) -> Response:

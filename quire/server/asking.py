@@ -180,12 +180,12 @@ async def in_thread(fn: Any, *args: Any) -> Any:
     return await asyncio.to_thread(fn, *args)
 
 
-def check_ids(llm: LLM, ids: list[int]) -> list[int]:
+def check_ids(llm: LLM, ids: list[int], param: str = "prompt") -> list[int]:
     """Token ids that are some of the model's."""
     n_vocab = llm.tokenizer.n_vocab
     for token in ids:
         if not 0 <= token < n_vocab:
             raise ApiError(
-                400, f"token id {token} is outside the vocabulary of {n_vocab}", param="prompt"
+                400, f"token id {token} is outside the vocabulary of {n_vocab}", param=param
             )
     return ids

@@ -18,8 +18,9 @@ from quire.server.conversation import Spoken, chat_prompt, spoken
 from quire.server.errors import ApiError
 from quire.server.logprobs import chat_form
 from quire.server.run import Ask
+from quire.server.session import ServedSession
 from quire.server.state import State
-from quire.server.turn import Turn
+from quire.server.turn import Turn, asked_model
 from quire.server.wire import DONE, FINGERPRINT, as_json, event, read_as, refused
 from quire.text.answers import Answer
 
@@ -67,14 +68,11 @@ async def chat(request: Request) -> Response:
 async def begin_chat(request: Request, body: ChatBody) -> Turn:
     """Puts a conversation on the engine, whatever dialect it came in."""
     state: State = request.app.state.quire
-    model = state.models.find(body.model, strict=request.url.path.startswith("/v1/"))
+    model = asked_model(request, body)
     sampling = body.sampling(body.most_tokens, body.tops)
     n, stops, constraint = body.choices, body.stops(), body.constraint()
 
-    async def ask(llm: LLM) -> Ask:
-        session = None
-        if body.session_id is not None:
-            session = await state.sessions.get(body.session_id, model)
+    async def ask(llm: LLM, session: ServedSession | None) -> Ask:
         prompt: ChatPrompt = await in_thread(
             chat_prompt, llm, body.messages, body.tools, body.tool_choice,
             body.chat_template_kwargs, body.add_generation_prompt, body.continue_final_message,
@@ -85,7 +83,7 @@ async def begin_chat(request: Request, body: ChatBody) -> Turn:
             whole=True,
         )  # fmt: skip
 
-    return await Turn(state).begin(model, ask)
+    return await Turn(state).begin(model, body.session_id, ask, "messages")
 
 
 class _Answer:

@@ -16,8 +16,9 @@ from quire.server.asking import Common, check_ids, in_thread
 from quire.server.errors import ApiError
 from quire.server.logprobs import chat_form, legacy, of_prompt
 from quire.server.run import Ask, Delta
+from quire.server.session import ServedSession
 from quire.server.state import State
-from quire.server.turn import Turn
+from quire.server.turn import Turn, asked_model
 from quire.server.wire import DONE, FINGERPRINT, as_json, event, read_as, refused
 from quire.types import TokenLogprob
 
@@ -77,15 +78,12 @@ async def begin_completion(
     """Puts prompts on the engine, whatever dialect they came in."""
     state: State = request.app.state.quire
     _check(body)
-    model = state.models.find(body.model, strict=request.url.path.startswith("/v1/"))
+    model = asked_model(request, body)
     most = 1 if body.only_scores else 16 if body.max_tokens is None else body.max_tokens
     sampling = body.sampling(most, body.tops)
     n, stops, constraint = body.choices, body.stops(), body.constraint()
 
-    async def ask(llm: LLM) -> Ask:
-        session = None
-        if body.session_id is not None:
-            session = await state.sessions.get(body.session_id, model)
+    async def ask(llm: LLM, session: ServedSession | None) -> Ask:
         behind = session.session.position if session else 0
         prompts = await in_thread(read or _tokens, llm, body, behind)
         return Ask(
@@ -94,7 +92,7 @@ async def begin_completion(
             answers=not body.only_scores,
         )  # fmt: skip
 
-    return await Turn(state).begin(model, ask)
+    return await Turn(state).begin(model, body.session_id, ask, "prompt")
 
 
 def _check(body: CompletionBody) -> None:

@@ -18,7 +18,7 @@ from quire.api.vectors import unit
 from quire.server.aside import computed
 from quire.server.asking import check_ids, in_thread
 from quire.server.dialect import says_errors
-from quire.server.errors import ApiError
+from quire.server.errors import ApiError, about
 from quire.server.models import ServedModel
 from quire.server.ollama_routes import KINDS, refuse, served
 from quire.server.state import State
@@ -88,9 +88,10 @@ async def _vectors(
     """A vector of length 1 for each text, and how many tokens those have."""
     state: State = request.app.state.quire
     async with state.models.using(model) as llm:
-        tokens: list[list[int]] = await in_thread(_tokens, llm, given)
-        async with state.admission.enter(request.scope["quire.key"], 0, 1):
-            vectors = await while_connected(request, _embedded(model, tokens))
+        with about("input"):
+            tokens: list[list[int]] = await in_thread(_tokens, llm, given)
+            async with state.admission.enter(request.scope["quire.key"], 0, 1):
+                vectors = await while_connected(request, _embedded(model, tokens))
         if width is not None:
             vectors = _shortened(vectors, width)
         return vectors, sum(map(len, tokens))
@@ -111,7 +112,7 @@ def _tokens(llm: LLM, given: Texts) -> list[list[int]]:
         raise ApiError(400, f"input is 1 to {_MOST_TEXTS} texts", param="input")
     if not all(isinstance(one, str) or _are_ids(one) for one in several):
         raise ApiError(400, "input is a text, token ids, or a list of either", param="input")
-    return [llm.tokens_of(t) if isinstance(t, str) else check_ids(llm, t) for t in several]
+    return [llm.tokens_of(t) if isinstance(t, str) else check_ids(llm, t, "input") for t in several]
 
 
 def _are_ids(given: Any) -> bool:

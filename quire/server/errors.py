@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import msgspec
 from starlette.responses import Response
@@ -11,6 +12,7 @@ from quire.errors import (
     ContextError,
     OutOfMemory,
     QuireError,
+    RequestError,
     SessionFileError,
     TemplateError,
     TokenizerError,
@@ -69,6 +71,8 @@ def told(error: BaseException, param: str | None = None) -> ApiError:
     """What to tell a client of an error that is not its own kind yet."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, RequestError):
+        param = error.param or param
     if isinstance(error, ContextError):
         return ApiError(400, str(error), code="context_length_exceeded", param=param)
     if isinstance(error, OutOfMemory):
@@ -80,3 +84,12 @@ def told(error: BaseException, param: str | None = None) -> ApiError:
     if isinstance(error, QuireError):
         return ApiError(400, str(error), param=param)
     return ApiError(500, "the server failed at this; its log says why", code="internal_error")
+
+
+@contextmanager
+def about(param: str) -> Iterator[None]:
+    """What is wrong with a text here is wrong with this field of the request."""
+    try:
+        yield
+    except (ContextError, TemplateError, TokenizerError) as error:
+        raise told(error, param) from error

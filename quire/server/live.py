@@ -134,11 +134,8 @@ class Live:
         if not model.loaded:
             return None
         sessions = [one for one in self._state.sessions.by_id.values() if one.model is model]
-        model.users += 1  # it is not given back meanwhile, and is no more in use for it
-        try:
+        with model.kept():
             return await model.call(partial(look_at, model, sessions))
-        finally:
-            model.users -= 1
 
     def _told(self) -> dict[str, Any]:
         """What the event loop itself knows."""

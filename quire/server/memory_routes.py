@@ -29,12 +29,23 @@ class ForgetBody(msgspec.Struct, kw_only=True):
 
 
 async def report(state: State, name: str | None = None) -> dict[str, Any]:
-    """`llm.memory.as_dict()` of a model."""
-    model = state.models.find(name)
-    async with state.models.using(model) as llm:
-        memory = llm.memory
-        told: dict[str, Any] = await model.call(memory.as_dict)
-        return {"model": model.name, **told}
+    """`llm.memory.as_dict()` of a model, and what all of several hold together.
+
+    To look is not to use: nothing is loaded for it, or stays loaded.
+    """
+    models = state.models
+    model = models.find(name)
+    if not model.loaded and not name and models.loaded:
+        model = models.loaded[0]
+    told: dict[str, Any] = {"model": model.name, "used_bytes": 0, "breakdown": {}, "stats": {}}
+    with model.kept():
+        if model.loaded:
+            told |= await model.call(model.llm.memory.as_dict)
+        if (budget := models.budget) is not None:
+            held = {one.name: one.llm.budget.used for one in models.loaded}
+            all_of_them = {"used_bytes": sum(held.values()), "models": held}
+            told |= {"budget_bytes": budget.limit, "shared": all_of_them}
+    return told
 
 
 async def memory(request: Request) -> Response:

@@ -31,7 +31,7 @@ def reason_of(job: Job) -> str:
 class Metrics:
     """Counters and histograms of what requests came to."""
 
-    def __init__(self) -> None:
+    def __init__(self, models: Iterable[str]) -> None:
         self.registry = CollectorRegistry()
         self._prompt = self._counter("prompt_tokens", "Prompt tokens")
         self._made = self._counter("generation_tokens", "Tokens generated")
@@ -51,6 +51,15 @@ class Metrics:
         self._decode = self._histogram("request_decode_time_seconds", "After the first token")
         self._prompts = self._histogram("request_prompt_tokens", "Tokens of a prompt", _TOKENS)
         self._answers = self._histogram("request_generation_tokens", "Tokens of an answer", _TOKENS)
+        for model in models:
+            self._begin(model)
+
+    def _begin(self, model: str) -> None:
+        """What will be counted is there at zero before: a rate needs to know where it began."""
+        for counter in (self._prompt, self._made, self._asked, self._hit):
+            counter.labels(model)
+        for reason in ("stop", "length", "abort"):
+            self._ended.labels(model, reason)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"quire:{name}", text, [*_MODEL, *labels], registry=self.registry)

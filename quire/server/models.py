@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -65,6 +65,15 @@ class ServedModel:
         self._llm = self._driver = None
         return llm
 
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """It is not given back meanwhile, and is no more in use for it."""
+        self.users += 1
+        try:
+            yield
+        finally:
+            self.users -= 1
+
     async def call(self, fn: Callable[[], T], unwanted: Callable[[T], None] = lambda _: None) -> T:
         """Does something with the engine between steps.
 
@@ -82,7 +91,6 @@ class Models:
         self._settings = settings
         self._failed = failed
         self._config = config.LoadConfig(**settings.load)
-        self._budget: Budget | None = None
         self._changing = asyncio.Lock()  # one is loaded or given back at a time
         self.by_name: dict[str, ServedModel] = {}
         for source in settings.models:
@@ -90,6 +98,9 @@ class Models:
             if name in self.by_name:
                 raise RequestError(f"two models are called {name!r}; rename one of the files")
             self.by_name[name] = ServedModel(name, source)
+        several = len(self.by_name) > 1
+        self.budget = Budget(self._config.budget_bytes("cpu")) if several else None
+        """What several models share."""
 
     @property
     def default(self) -> ServedModel:
@@ -169,13 +180,8 @@ class Models:
     def _loaded(self, model: ServedModel) -> LLM:
         path = pull.resolve(model.source, config.cache_folder())
         beside = self.loaded[0].llm if self.loaded else None
-        budget = Share(self._shared_budget(), model.name) if len(self.by_name) > 1 else None
+        budget = Share(self.budget, model.name) if self.budget is not None else None
         return LLM(path, self._config, budget, None, beside)
-
-    def _shared_budget(self) -> Budget:
-        if self._budget is None:
-            self._budget = Budget(self._config.budget_bytes("cpu"))
-        return self._budget
 
     async def _unload(self, model: ServedModel) -> None:
         """Gives a model's memory back."""

@@ -9,6 +9,7 @@ import secrets
 import sys
 import time
 from collections import deque
+from collections.abc import Iterable
 from contextvars import ContextVar
 from typing import Any
 
@@ -119,11 +120,11 @@ class Record:
 class Records:
     """All requests under way, and the last ones that were."""
 
-    def __init__(self, log_text: bool) -> None:
+    def __init__(self, log_text: bool, models: Iterable[str]) -> None:
         self._log_text = log_text
         self.open: dict[Record, None] = {}  # in order of arrival
         self.recent: deque[dict[str, Any]] = deque(maxlen=_RECENT)
-        self.metrics = Metrics()
+        self.metrics = Metrics(models)
         self._made = self._read = 0
 
     def asked(self, ask: Ask) -> None:

@@ -38,7 +38,7 @@ class ResponseWriter:
         async for part in spoken(self._run, self._one_call):
             self._take(part.answer)
             self._finish = part.finish_reason or self._finish
-        self._close()
+        self._close(self._status)
         return self._ended()
 
     async def events(self) -> AsyncGenerator[bytes, None]:
@@ -50,7 +50,7 @@ class ResponseWriter:
                 self._finish = part.finish_reason or self._finish
                 for kind, fields in self._take(part.answer):
                     yield self._event(kind, **fields)
-            for kind, fields in self._close():
+            for kind, fields in self._close(self._status):
                 yield self._event(kind, **fields)
             ended = self._ended()
             yield self._event(ended["status"], response=ended)
@@ -80,10 +80,10 @@ class ResponseWriter:
             told += self._close() + self._call(call)
         return told
 
-    def _close(self) -> list[_Told]:
+    def _close(self, status: str = "completed") -> list[_Told]:
         if self._open is None:
             return []
-        told, item = self._open.end()
+        told, item = self._open.end(status)
         self._output.append(item)
         self._open = None
         return told
@@ -107,6 +107,10 @@ class ResponseWriter:
 
     # -- the whole ------------------------------------------------------------------------------
 
+    @property
+    def _status(self) -> str:
+        return "incomplete" if self._finish == "length" else "completed"
+
     def _told(self, status: str, **more: Any) -> dict[str, Any]:
         end = {"output": self._output, "usage": None, "error": None, "incomplete_details": None}
         return {**self._head, "status": status, **end, **more}
@@ -121,10 +125,8 @@ class ResponseWriter:
             "total_tokens": usage["total_tokens"],
         }
         more = {"usage": counts, "timings": self._run.timings(), "memory": self._run.memory()}
-        if self._finish == "length":
-            why = {"reason": "max_output_tokens"}
-            return self._told("incomplete", incomplete_details=why, **more)
-        return self._told("completed", **more)
+        why = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
+        return self._told(self._status, **more, incomplete_details=why)
 
 
 _Told = tuple[str, dict[str, Any]]
@@ -167,9 +169,9 @@ class _Item:
         self.text += text
         return [(f"{self.event}.delta", {**self.where, "delta": text, "logprobs": []})]
 
-    def end(self) -> tuple[list[_Told], dict[str, Any]]:
-        """It is whole."""
-        item = self.item("completed", [self.part(self.text)])
+    def end(self, status: str) -> tuple[list[_Told], dict[str, Any]]:
+        """No more of it comes."""
+        item = self.item(status, [self.part(self.text)])
         return [
             (f"{self.event}.done", {**self.where, "text": self.text, "logprobs": []}),
             ("content_part.done", {**self.where, "part": self.part(self.text)}),

@@ -202,7 +202,8 @@ class Run:
         made = sum(len(job.token_ids) for job in self.jobs)
         cached = sum(job.sequence.cached for job in self.firsts)
         details: dict[str, object] = {"cached_tokens": cached}
-        if reasons := [job.sequence.miss for job in self.firsts if job.sequence.miss]:
+        reasons = [job.sequence.miss for job in self.firsts if job.sequence.miss]
+        if reasons and prompt > cached:
             details["cache_miss"] = {"reason": reasons[0], "tokens": prompt - cached}
         return {
             "prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made,

@@ -55,12 +55,17 @@ class ServedSession:
         """When it is closed if nobody uses it before."""
         return None if self.ttl_s is None else self.used + self.ttl_s
 
+    @property
+    def expired(self) -> bool:
+        """Whether its time is over."""
+        return not self.busy and self.expires is not None and self.expires <= time.time()
+
     @contextmanager
     def owned(self, doing: str) -> Iterator[ServedSession]:
         """One at a time; others are refused."""
         if self.busy:
             raise ApiError(
-                409, f"session {self.id!r} is {self.busy}; wait until that has ended, or fork it",
+                409, f"session {self.id!r} is {self.busy}; wait until that has ended",
                 code="session_busy",
             )  # fmt: skip
         self.busy = doing

@@ -14,7 +14,7 @@ from quire.api.session import Session
 from quire.engine.sequence import Mark
 from quire.server.asking import check_ids, in_thread
 from quire.server.conversation import chat_prompt
-from quire.server.errors import ApiError, not_found
+from quire.server.errors import ApiError, about, not_found
 from quire.server.session import ServedSession
 from quire.server.sessions import Sessions, checked_name
 from quire.server.state import State
@@ -32,7 +32,8 @@ class SessionBody(msgspec.Struct, kw_only=True):
     messages: list[dict[str, Any]] | None = None
     cache_salt: str | None = None
     ttl_s: float | None = None
-    notes: dict[str, Any] | None = None
+    notes: dict[str, Any] | str | None = None
+    """Anything by name; a text alone is kept under the name `text`."""
     open: str | None = None
 
 
@@ -73,7 +74,8 @@ async def create(request: Request) -> Response:
     body = await read_as(request, SessionBody)
     model = state.models.find(body.model)
     if body.ttl_s is not None and not 0 < body.ttl_s <= _LONGEST_TTL:
-        raise ApiError(400, "ttl_s is a number of seconds above 0", param="ttl_s")
+        most = f"{_LONGEST_TTL:.0f}"
+        raise ApiError(400, f"ttl_s is a number of seconds from 0 to {most}", param="ttl_s")
     if body.open is not None:
         if body.prompt is not None or body.messages is not None:
             raise ApiError(400, "open takes a session as it was saved; append to it later")
@@ -81,11 +83,13 @@ async def create(request: Request) -> Response:
         found = await state.sessions.open(body.open, body.id, where)
         found.ttl_s = body.ttl_s if body.ttl_s is not None else found.ttl_s
         return as_json(await _look(found), 201)
-    id = state.sessions.free_id(body.id)
+    id = await state.sessions.free_id(body.id)
     async with state.models.using(model) as llm:
-        tokens = await in_thread(_prompt, llm, body)
+        with about("prompt" if body.messages is None else "messages"):
+            tokens = await in_thread(_prompt, llm, body)
         session = await model.call(lambda: llm.session(body.cache_salt or ""), Session.close)
-        session.notes.update(body.notes or {})
+        notes = {"text": body.notes} if isinstance(body.notes, str) else body.notes
+        session.notes.update(notes or {})
         served = ServedSession(id, session, model, ttl_s=body.ttl_s)
         try:
             state.sessions.add(served)
@@ -94,7 +98,7 @@ async def create(request: Request) -> Response:
             raise
         try:
             if tokens:
-                with served.owned("reading a prompt"):
+                with about("prompt"), served.owned("reading a prompt"):
                     await while_connected(request, _append(state, served, tokens))
         except BaseException:
             await state.sessions.close(served)
@@ -146,9 +150,10 @@ async def append(request: Request) -> Response:
     session = await _session(request)
     with session.owned("reading a prompt"):
         llm = session.model.llm
-        tokens = await in_thread(_tokens, llm, body.prompt, session.session.position)
-        if tokens:
-            await while_connected(request, _append(state, session, tokens))
+        with about("prompt"):
+            tokens = await in_thread(_tokens, llm, body.prompt, session.session.position)
+            if tokens:
+                await while_connected(request, _append(state, session, tokens))
     return as_json(await _look(session))
 
 
@@ -157,13 +162,17 @@ async def fork(request: Request) -> Response:
     body = await read_as(request, ForkBody)
     session = await _session(request)
     store = _store(request)
-    id = store.free_id(body.id)
+    id = await store.free_id(body.id)
     with session.owned("forked"):
         twin = await _on_loop(session, session.session.fork, Session.close)
         made = ServedSession(
             id, twin, session.model, parent=session.id, root=session.root, ttl_s=session.ttl_s
         )
-        store.add(made)
+        try:
+            store.add(made)
+        except ApiError:  # somebody took the id meanwhile
+            await in_thread(twin.close)
+            raise
     return as_json(await _look(made), 201)
 
 

@@ -21,11 +21,16 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 def checked_name(name: object, what: str = "a session's id") -> str:
     """A name that is safe as a file's, or 400."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ApiError(
-            400, f"{what} is 1 to 128 letters, digits, '.', '_' or '-' and begins with a letter "
-            f"or digit, not {name!r:.140}", code="invalid_name",
-        )  # fmt: skip
+        raise wrong_name(name, what)
     return name
+
+
+def wrong_name(name: object, what: str = "a session's id") -> ApiError:
+    """A name that is none."""
+    return ApiError(
+        400, f"{what} is 1 to 128 letters, digits, '.', '_' or '-' and begins with a letter or "
+        f"digit, not {name!r:.140}", code="invalid_name",
+    )  # fmt: skip
 
 
 class Sessions:
@@ -38,10 +43,11 @@ class Sessions:
         self._deleted: dict[str, None] = {}  # the oldest first
         self._opening = asyncio.Lock()
 
-    def free_id(self, id: str | None) -> str:
+    async def free_id(self, id: str | None) -> str:
         """An id for a new session; one that is taken is refused."""
         if id is None:
             return f"s-{secrets.token_hex(8)}"
+        await self.close_expired()
         if checked_name(id) in self.by_id:
             raise ApiError(409, f"there is a session {id!r} already", code="session_exists")
         return id
@@ -59,6 +65,8 @@ class Sessions:
         """A session by its id; one that is not here but saved under that name is opened."""
         checked_name(id)
         async with self._opening:
+            if id in self.by_id and self.by_id[id].expired:  # nobody has tidied up yet
+                await self.close(self.by_id[id])
             if id not in self.by_id:
                 if id in self._deleted or not self.path(id).is_file():
                     raise not_found("session", id, code="session_not_found")
@@ -85,7 +93,7 @@ class Sessions:
         path = self.path(name)
         if not path.is_file():
             raise not_found("saved session", name, code="session_not_found")
-        new_id = self.free_id(id)
+        new_id = await self.free_id(id)
         tried = [model] if model else list(self.models.by_name.values())
         for number, one in enumerate(tried):
             async with self.models.using(one) as llm:
@@ -141,13 +149,13 @@ class Sessions:
 
     async def close_expired(self) -> None:
         """Closes those whose time is over."""
-        now = time.time()
         for session in list(self.by_id.values()):
-            if not session.busy and session.expires is not None and session.expires <= now:
+            if session.expired:
                 await self.close(session)
 
     async def look(self) -> list[dict[str, Any]]:
         """What clients see of all of them."""
+        await self.close_expired()
         seen: list[dict[str, Any]] = []
         for model in self.models.loaded:
             mine = [s for s in self.by_id.values() if s.model is model]

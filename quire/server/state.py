@@ -34,7 +34,7 @@ class State:
         self.sessions = Sessions(self.models, settings.sessions_in)
         self.compilers = Compilers()
         self.admission = Admission(settings.max_running, settings.max_queue)
-        self.records = Records(settings.log_text)
+        self.records = Records(settings.log_text, self.models.by_name)
         self.live = Live(self)
         self.ready = False
         self._tidying: asyncio.Task[None] | None = None

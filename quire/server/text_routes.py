@@ -89,7 +89,7 @@ async def detokenize(request: Request) -> Response:
     state: State = request.app.state.quire
     body = await read_as(request, DetokenizeBody)
     async with state.models.using(state.models.find(body.model, strict=False)) as llm:
-        text = await in_thread(llm.decode, check_ids(llm, body.tokens))
+        text = await in_thread(llm.decode, check_ids(llm, body.tokens, "tokens"))
         return as_json({"content": text, "prompt": text})
 
 

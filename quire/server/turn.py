@@ -1,6 +1,6 @@
 """A generation request from beginning to end, the same for every dialect.
 
-beginning = Turn(state).begin(model, ask)          to hold: model, session, place in the queue
+beginning = Turn(state).begin(model, …, ask, …)    to hold: model, session, place in the queue
 await finish(request, beginning, whole)            one object; or `await stream(request, …)`
 await turn.close()                                 everything is given back, whatever happened
 """
@@ -15,17 +15,28 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from quire.api.llm import LLM
-from quire.server.errors import ApiError
+from quire.server.asking import Common
+from quire.server.errors import ApiError, about
 from quire.server.models import ServedModel
 from quire.server.run import Ask, Run, started
+from quire.server.session import ServedSession
 from quire.server.state import State, log
 from quire.server.wire import Disconnected, EventStream, gone, while_connected
 
 T = TypeVar("T")
 _SOON_S = 0.5
 """What takes longer has begun to answer before it is known how that ends."""
-MakeAsk = Callable[[LLM], Awaitable[Ask]]
-"""Makes an ask out of what a client sent, once the model is there."""
+MakeAsk = Callable[[LLM, ServedSession | None], Awaitable[Ask]]
+"""Makes an ask out of what a client sent, once the model is there and the session its own."""
+
+
+def asked_model(request: Request, body: Common) -> ServedModel:
+    """The model that a request names; without a name its session's, or the first one."""
+    state: State = request.app.state.quire
+    session = state.sessions.by_id.get(body.session_id or "")
+    if session is not None and not body.model:
+        return session.model
+    return state.models.find(body.model, strict=request.url.path.startswith("/v1/"))
 
 
 class Turn:
@@ -36,16 +47,25 @@ class Turn:
         self.stack = AsyncExitStack()
         self.run: Run
 
-    async def begin(self, model: ServedModel, make: MakeAsk) -> Turn:
-        """Waits for everything it takes; what fails gives back what was taken before."""
+    async def begin(
+        self, model: ServedModel, session_id: str | None, make: MakeAsk, field: str
+    ) -> Turn:
+        """Waits for everything it takes; what fails gives back what was taken before.
+
+        `field` is where in the request its text is.
+        """
+        state = self.state
         try:
-            self.state.admission.check()
-            llm = await self.stack.enter_async_context(self.state.models.using(model))
-            ask = await make(llm)
-            if ask.session is not None:
-                self.stack.enter_context(ask.session.owned("generating"))
-            self.run = await self.stack.enter_async_context(started(self.state, ask))
-            if ask.session is not None:
+            state.admission.check()
+            llm = await self.stack.enter_async_context(state.models.using(model))
+            session = None
+            if session_id is not None:
+                session = await state.sessions.get(session_id, model)
+                self.stack.enter_context(session.owned("generating"))
+            with about(field):
+                ask = await make(llm, session)
+                self.run = await self.stack.enter_async_context(started(state, ask))
+            if session is not None:
                 self.stack.push_async_callback(self._end_session)
             self.run.at_end = self.close
         except BaseException:

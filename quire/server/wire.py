@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
@@ -46,8 +47,10 @@ async def read_as(request: Request, form: type[T], kinds: tuple[str, ...] = (JSO
         return msgspec.json.decode(body or b"{}", type=form)
     except msgspec.ValidationError as error:
         what, _, where = str(error).partition(" - at `$")
-        param = where.rstrip("`").lstrip(".") or None
-        raise ApiError(400, f"{param or 'the body'}: {what}", param=param) from None
+        param = where.rstrip("`").lstrip(".")
+        if missing := re.fullmatch(r"Object missing required field `(\w+)`", what):
+            param, what = f"{param}.{missing[1]}".lstrip("."), "this field is required"
+        raise ApiError(400, f"{param or 'the body'}: {what}", param=param or None) from None
     except RecursionError:
         raise ApiError(400, "the body is JSON nested too deeply") from None
     except msgspec.DecodeError as error:

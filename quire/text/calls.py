@@ -35,7 +35,9 @@ class Tools:
         """Only the one with this name."""
         if name not in self.schemas:
             known = ", ".join(self.schemas) or "none"
-            raise RequestError(f"tool_choice names {name!r:.80}; the tools are: {known}")
+            raise RequestError(
+                f"tool_choice names {name!r:.80}; the tools are: {known}", "tool_choice"
+            )
         return Tools({name: self.schemas[name]})
 
     def is_text(self, tool: str, parameter: str) -> bool:
@@ -47,7 +49,9 @@ class Tools:
 def tools_of(tools: object) -> tuple[list[dict[str, Any]], Tools]:
     """Tools as templates want them, and by name; an odd one is refused."""
     if isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Iterable):
-        raise RequestError(f"tools is a list of functions with their schemas, not {tools!r:.80}")
+        raise RequestError(
+            f"tools is a list of functions with their schemas, not {tools!r:.80}", "tools"
+        )
     listed: list[dict[str, Any]] = []
     schemas: dict[str, Mapping[str, Any]] = {}
     for number, tool in enumerate(tools):
@@ -56,11 +60,14 @@ def tools_of(tools: object) -> tuple[list[dict[str, Any]], Tools]:
         if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
             raise RequestError(
                 f"tools[{number}] must be a function with a name, such as {{'type': 'function', "
-                f"'function': {{'name': 'add', 'parameters': {{…}}}}}}, not {tool!r:.80}"
+                f"'function': {{'name': 'add', 'parameters': {{…}}}}}}, not {tool!r:.80}",
+                "tools",
             )
         parameters = function.get("parameters") or {"type": "object", "properties": {}}
         if not isinstance(parameters, Mapping) or name in schemas:
-            raise RequestError(f"tools[{number}], {name!r:.80}, comes twice or has no JSON schema")
+            raise RequestError(
+                f"tools[{number}], {name!r:.80}, comes twice or has no JSON schema", "tools"
+            )
         schemas[name] = parameters
         listed.append({"type": "function", "function": dict(function)})
     return listed, Tools(schemas)

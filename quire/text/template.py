@@ -160,25 +160,29 @@ class Worker:
 def checked_messages(messages: object) -> list[dict[str, Any]]:
     """The messages as plain dictionaries, each with a role and a content of a known form."""
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
-        raise RequestError(f"messages must be a list of at least one message, not {messages!r:.80}")
+        raise _wrong(f"messages must be a list of at least one message, not {messages!r:.80}")
     return [_checked(message, number) for number, message in enumerate(messages)]
 
 
 def _checked(message: object, number: int) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise RequestError(f"messages[{number}] must be an object, not {type(message).__name__}")
+        raise _wrong(f"messages[{number}] must be an object, not {type(message).__name__}")
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise RequestError(f"messages[{number}] must have a role, such as 'user'; it is {role!r}")
+        raise _wrong(f"messages[{number}] must have a role, such as 'user'; it is {role!r}")
     content = message.get("content")
     if content is None and not message.get("tool_calls"):
-        raise RequestError(f"messages[{number}] must have content: a text or a list of parts")
+        raise _wrong(f"messages[{number}] must have content: a text or a list of parts")
     if content is not None and not isinstance(content, (str, list)):
-        raise RequestError(
+        raise _wrong(
             f"the content of messages[{number}] must be a text or a list of parts, "
             f"not {type(content).__name__}"
         )
     return dict(message)
+
+
+def _wrong(why: str) -> RequestError:
+    return RequestError(why, "messages")
 
 
 def _end(process: subprocess.Popen[str]) -> None:

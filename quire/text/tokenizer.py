@@ -18,6 +18,9 @@ from quire.text.variants import pre_tokenizer
 from quire.text.vocab import Kind, Vocab, byte_of, flag, read_vocab, scores, strings
 
 SUPPORTED = "gpt2 (byte pairs), gemma4 (byte pairs), llama (SentencePiece)"
+_COUNTED = 4
+"""Texts that are too long are counted, so that whoever wrote one knows by how much: up to so many
+times as many tokens as fit."""
 
 
 class Encoder(Protocol):
@@ -99,7 +102,7 @@ class Tokenizer:
         """The ids of a text.
 
         A text of more than `max_tokens` is refused: one that is too long whatever its tokens are
-        before it is looked at, any other as soon as there are too many.
+        before it is looked at, any other as soon as there are far too many.
 
         `add_special` adds BOS and EOS where the vocabulary asks for them; without
         `parse_special`, control tokens that are written out in the text are plain text. Of the
@@ -120,8 +123,10 @@ class Tokenizer:
         ids: list[int] = []
         for some in self._encoder.encode(text, add_special, parse_special):
             ids.extend(some)
-            if max_tokens is not None and len(ids) > max_tokens:
-                raise _too_long(f"more than {max_tokens} tokens", max_tokens)
+            if max_tokens is not None and len(ids) > _COUNTED * max_tokens:
+                raise _too_long(f"more than {len(ids)} tokens", max_tokens)
+        if max_tokens is not None and len(ids) > max_tokens:
+            raise _too_long(f"{len(ids)} tokens", max_tokens)
         return ids
 
     @cached_property

@@ -67,7 +67,7 @@ def check(folder: Path, count: int, size: str) -> None:
         wanted = {name: rig.complete("It was", 12, model=name)["choices"] for name in NAMES}
         asyncio.run(abort_all(rig.url, count))
         until(lambda: not rig.state.runs and not rig.state.sessions.by_id)
-        models, budget = rig.state.models, rig.state.models._budget
+        models, budget = rig.state.models, rig.state.models.budget
         assert budget is not None
         until(lambda: not models.loaded and not any(m.loading for m in models.by_name.values()))
         until(lambda: budget.used == 0)

@@ -1,0 +1,202 @@
+"""The small print: which field an error is about, what is shared, who owns what and how long."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.rig import DENSE, HYBRID, Rig, serving, turns
+
+COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value"),
+    [
+        (COMPLETE, "max_tokens", -1), (COMPLETE, "temperature", -1), (COMPLETE, "top_p", 0),
+        (COMPLETE, "top_p", 2), (COMPLETE, "min_p", -1), (COMPLETE, "logprobs", 101),
+        (COMPLETE, "presence_penalty", 1000), (COMPLETE, "logit_bias", {"99999": 1}),
+        (COMPLETE, "logit_bias", {"5": 1e9}), (COMPLETE, "prompt", []),
+        (CHAT, "messages", [{"role": "user"}]), (CHAT, "messages", [{"content": "a"}]),
+        (CHAT, "messages", turns("word " * 5000)), (COMPLETE, "prompt", "word " * 5000),
+        (COMPLETE, "prompt", [5] * 3000), (CHAT, "tools", [TOOL]), (CHAT, "tools", [{}]),
+        (CHAT, "tool_choice", "required"), ("/v1/sessions", "prompt", "word " * 5000),
+        ("/v1/sessions", "messages", turns("word " * 5000)), ("/v1/sessions", "ttl_s", 1e300),
+        ("/detokenize", "tokens", [-1]), ("/detokenize", "tokens", None),
+        ("/v1/embeddings", "input", "word " * 5000), ("/v1/embeddings", "input", ""),
+    ],
+)  # fmt: skip
+def test_an_error_says_which_field_it_is_about(rig: Rig, path: str, field: str, value: Any) -> None:
+    text: dict[str, Any] = {COMPLETE: {"prompt": "a"}, CHAT: {"messages": turns("a")}}.get(path, {})
+    assert rig.refused(400, path, **{**text, field: value})["param"] == field
+
+
+def test_what_is_missing_is_named(rig: Rig) -> None:
+    for path, field in ((CHAT, "messages"), ("/detokenize", "tokens")):
+        assert rig.refused(400, path)["param"] == field
+    rig.post("/v1/sessions", id="missing")
+    assert rig.refused(400, "/v1/sessions/missing/append")["param"] == "prompt"
+    rig.http.delete("/v1/sessions/missing")
+
+
+def test_a_prompt_that_is_too_long_is_told_by_how_much(rig: Rig) -> None:
+    text = "hello " * 2500
+    need = len(rig.llm.encode(text))
+    for path, body in (
+        (COMPLETE, {"prompt": text}), ("/v1/sessions", {"prompt": text}),
+        (COMPLETE, {"prompt": rig.llm.encode(text)}),
+    ):  # fmt: skip
+        error = rig.refused(400, path, **body)
+        assert error["code"] == "context_length_exceeded"
+        assert str(need) in error["message"] and str(rig.llm.n_ctx) in error["message"]
+
+
+def test_nothing_missed_is_no_miss(rig: Rig) -> None:
+    rig.post("/v1/sessions", id="whole", prompt="It was a dark night")
+    details = rig.complete("", 1, session_id="whole")["usage"]["prompt_tokens_details"]
+    missed = details.get("cache_miss", {"tokens": 1})["tokens"]
+    assert missed > 0
+    rig.http.delete("/v1/sessions/whole")
+
+
+def test_counters_begin_at_zero(tmp_path: Path) -> None:
+    with serving(tmp_path) as rig:
+        told = rig.http.get("/metrics").text
+        for reason in ("stop", "length", "abort"):
+            labels = f'finished_reason="{reason}",model_name="tiny-dense"'
+            assert f"quire:request_success_total{{{labels}}} 0.0" in told
+        assert 'quire:generation_tokens_total{model_name="tiny-dense"} 0.0' in told
+
+
+def test_names_with_slashes_are_refused_as_names(rig: Rig) -> None:
+    for method, path in (
+        ("GET", "/v1/sessions/..%2fx"), ("DELETE", "/v1/sessions/%2Fetc%2Fpasswd"),
+        ("POST", "/v1/sessions/..%2f..%2fx/append"),
+    ):  # fmt: skip
+        answer = rig.http.request(method, path)
+        assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_name"
+
+
+def test_a_slash_behind_models_is_none(rig: Rig) -> None:
+    assert rig.http.get("/v1/models/").json() == rig.http.get("/v1/models").json()
+
+
+def test_what_ollama_has_no_route_for_is_told_in_its_form(rig: Rig) -> None:
+    answer = rig.http.post("/api/pull", json={"model": "x"})
+    assert answer.status_code == 404 and isinstance(answer.json()["error"], str)
+
+
+def test_an_answer_that_was_cut_off_is_an_incomplete_item(rig: Rig) -> None:
+    body = {"input": "Tell", "max_output_tokens": 3, "temperature": 0}
+    told = rig.post("/v1/responses", **body)
+    assert told["status"] == "incomplete" and told["output"][0]["status"] == "incomplete"
+    events = rig.events("/v1/responses", **body)
+    done = [e["item"]["status"] for e in events if e["type"] == "response.output_item.done"]
+    assert done == ["incomplete"] and events[-1]["type"] == "response.incomplete"
+
+
+# -- sessions -----------------------------------------------------------------------------------
+
+
+def test_notes_are_things_by_name_or_a_text(rig: Rig) -> None:
+    made = rig.post("/v1/sessions", id="noted", notes="for the story")
+    assert made["notes"] == {"text": "for the story"}
+    rig.http.delete("/v1/sessions/noted")
+
+
+def test_a_session_is_gone_when_its_time_is_over(rig: Rig) -> None:
+    for id in ("brief", "brief-too"):
+        rig.post("/v1/sessions", id=id, prompt="It was", ttl_s=0.05)
+    time.sleep(0.06)
+    assert rig.http.get("/v1/sessions/brief").status_code == 404
+    rig.post("/v1/sessions", id="brief-too")  # its id is free
+    assert "expires" not in rig.http.get("/v1/sessions/brief-too").json()
+    rig.http.delete("/v1/sessions/brief-too")
+
+
+def test_a_session_is_owned_while_its_prompt_is_cut_into_tokens(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cutting, go_on, cut = threading.Event(), threading.Event(), type(rig.llm).tokens_of
+
+    def slow(*args: Any) -> list[int]:
+        cutting.set()
+        assert go_on.wait(10)
+        return cut(*args)
+
+    rig.post("/v1/sessions", id="held", prompt="It was")
+    monkeypatch.setattr(type(rig.llm), "tokens_of", slow)
+    answers: list[Any] = []
+    asking = threading.Thread(
+        target=lambda: answers.append(rig.complete(" a", 2, session_id="held"))
+    )
+    asking.start()
+    assert cutting.wait(10)
+    with httpx.Client(base_url=rig.url) as other:
+        assert other.delete("/v1/sessions/held").status_code == 409
+        assert other.get("/v1/sessions/held").json()["status"] == "generating"
+    go_on.set()
+    asking.join()
+    assert answers[0]["usage"]["completion_tokens"] == 2
+    assert rig.http.delete("/v1/sessions/held").status_code == 200
+
+
+def test_of_two_forks_with_one_id_the_second_holds_nothing(rig: Rig) -> None:
+    rig.post("/v1/sessions", id="trunk", prompt="It was a dark night")
+
+    async def both() -> list[int]:
+        async with httpx.AsyncClient(base_url=rig.url) as http:
+            fork = lambda: http.post("/v1/sessions/trunk/fork", json={"id": "twig"})  # noqa: E731
+            return sorted(one.status_code for one in await asyncio.gather(fork(), fork(), fork()))
+
+    assert asyncio.run(both()) == [201, 409, 409]
+    for id in ("trunk", "twig"):
+        assert rig.http.delete(f"/v1/sessions/{id}").status_code == 200
+    assert not rig.state.sessions.by_id and rig.pages() == 0
+
+
+# -- several models -----------------------------------------------------------------------------
+
+
+def test_to_look_at_memory_is_not_to_use_a_model(tmp_path: Path) -> None:
+    with serving(tmp_path, DENSE, HYBRID, keep_alive_s=0.3) as rig:
+        memory = lambda **q: rig.http.get("/v1/memory", params=q).json()  # noqa: E731
+        assert memory()["used_bytes"] == 0 == memory(model="tiny-hybrid")["shared"]["used_bytes"]
+        assert not rig.state.models.loaded
+        rig.complete("It was", 2, model="tiny-hybrid")
+        rig.complete("It was", 2)
+        told = memory()
+        held = told["shared"]["models"]
+        assert held["tiny-dense"] == told["used_bytes"] == sum(told["breakdown"].values())
+        assert held["tiny-hybrid"] == memory(model="tiny-hybrid")["used_bytes"]
+        budget = rig.state.models.budget
+        assert budget is not None and told["budget_bytes"] == budget.limit
+        deadline = time.monotonic() + 10
+        while rig.state.models.loaded:  # they go although somebody looks all the time
+            assert time.monotonic() < deadline
+            memory()
+
+
+def test_a_session_knows_its_model(tmp_path: Path) -> None:
+    with serving(tmp_path, DENSE, HYBRID) as rig:
+        rig.post("/v1/sessions", id="s", model="tiny-hybrid", prompt="It was")
+        assert rig.complete(" a", 2, session_id="s")["model"] == "tiny-hybrid"
+        assert rig.chat("Hello", session_id="s")["model"] == "tiny-hybrid"
+        body = {"model": "tiny-dense", "prompt": "", "session_id": "s"}
+        assert rig.refused(409, COMPLETE, **body)["code"] == "session_model"
+
+
+def test_a_budget_that_is_too_small_is_told_what_is_needed(rig: Rig) -> None:
+    answer = rig.http.patch("/v1/memory", json={"budget_bytes": 1000})
+    told = answer.json()["error"]
+    weights = rig.http.get("/v1/memory").json()["breakdown"]["weights"]
+    assert answer.status_code == 409 and told["param"] == "budget_bytes"
+    numbers = [int(n) for n in told["message"].replace(",", "").split() if n.isdecimal()]
+    assert 1000 in numbers and any(n >= weights for n in numbers)
