@@ -73,7 +73,8 @@ def _room_of_one(engine: Engine, limits: Mapping[Budget, int], settings: Context
     asked = " and ".join(f"{limit:,}" for limit in limits.values())
     stays = sum(budget.used for budget in limits) - sum(p.committed for p in engine.memory.pools)
     cannot = (
-        f"the budget cannot become {asked} bytes: what stays takes {stays:,} and leaves too little"
+        f"the budget cannot become {asked} bytes: what stays takes {stays:,}, which leaves too "
+        "little of it"
     )
     try:
         room = longest_on_each(engine.memory.specs_by_device, left, settings)
