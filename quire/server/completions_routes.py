@@ -14,7 +14,7 @@ from quire.api.llm import LLM
 from quire.server import turn as turns
 from quire.server.asking import Common, check_ids, in_thread
 from quire.server.errors import ApiError
-from quire.server.logprobs import chat_form, legacy, of_prompt
+from quire.server.logprobs import Legacy, chat_form, of_prompt
 from quire.server.run import Ask, Delta
 from quire.server.session import ServedSession
 from quire.server.state import State
@@ -141,7 +141,7 @@ class _Answer:
             "created": int(time.time()), "model": turn.run.ask.model.name,
             "system_fingerprint": FINGERPRINT,
         }  # fmt: skip
-        self._offsets: dict[int, int] = {}
+        self._legacy: dict[int, Legacy] = {}
 
     async def whole(self) -> dict[str, Any]:
         """One object."""
@@ -196,8 +196,9 @@ class _Answer:
         if self._body.logprobs is True:
             told = chat_form(self._llm.tokenizer, logprobs)
         elif self._body.tops is not None:
-            at = self._offsets.get(index, 0)
-            told, self._offsets[index] = legacy(self._llm.tokenizer, logprobs, at)
+            if index not in self._legacy:
+                self._legacy[index] = Legacy(self._llm.tokenizer)
+            told = self._legacy[index].form(logprobs)
         return {"index": index, "text": text, "logprobs": told, "finish_reason": finish}
 
     def _end(self, usage: bool = True) -> dict[str, Any]:

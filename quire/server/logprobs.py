@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,27 +40,41 @@ def of_prompt(tokens: Sequence[int], scores: Sequence[TokenLogprob]) -> list[Tok
     return [TokenLogprob(tokens[0], math.nan, ()), *scores]
 
 
-def legacy(
-    tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob], offset: int
-) -> tuple[dict[str, Any], int]:
-    """As `/v1/completions` tells them, and where the next token's text begins."""
-    tokens: list[str] = []
-    offsets: list[int] = []
-    for one in logprobs:
-        tokens.append(_text(tokenizer.token_bytes(one.token_id)))
-        offsets.append(offset)
-        offset += len(tokens[-1])
-    tops: list[dict[str, float | None] | None] = []
-    for one in logprobs:
-        top: dict[str, float | None] = {}
-        for token, value in one.top:  # the likelier of two whose bytes are no text comes first
-            top.setdefault(_text(tokenizer.token_bytes(token)), _finite(value))
-        tops.append(None if math.isnan(one.logprob) else top)
-    told = {
-        "tokens": tokens, "token_logprobs": [_finite(one.logprob) for one in logprobs],
-        "top_logprobs": tops, "text_offset": offsets,
-    }  # fmt: skip
-    return told, offset
+class Legacy:
+    """As `/v1/completions` tells them, piece by piece: it knows where in the text it is."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._characters = getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+
+    def form(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """What is told of the next tokens."""
+        tokens: list[str] = []
+        offsets: list[int] = []
+        tops: list[dict[str, float | None] | None] = []
+        for one in logprobs:
+            data = self._tokenizer.token_bytes(one.token_id)
+            tokens.append(_text_or_bytes(data))
+            offsets.append(self._offset)
+            self._offset += len(self._characters.decode(data))
+            top: dict[str, float | None] = {}
+            for token, value in one.top:  # the likelier of two with the same text comes first
+                text = _text_or_bytes(self._tokenizer.token_bytes(token))
+                top.setdefault(text, _finite(value))
+            tops.append(None if math.isnan(one.logprob) else top)
+        return {
+            "tokens": tokens, "token_logprobs": [_finite(one.logprob) for one in logprobs],
+            "top_logprobs": tops, "text_offset": offsets,
+        }  # fmt: skip
+
+
+def _text_or_bytes(data: bytes) -> str:
+    """A token's text; of one that is a part of a character its bytes, as OpenAI writes them."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 def _text(data: bytes) -> str:

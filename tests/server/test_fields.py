@@ -200,3 +200,27 @@ def test_a_budget_that_is_too_small_is_told_what_is_needed(rig: Rig) -> None:
     assert answer.status_code == 409 and told["param"] == "budget_bytes"
     numbers = [int(n) for n in told["message"].replace(",", "").split() if n.isdecimal()]
     assert 1000 in numbers and any(n >= weights for n in numbers)
+
+
+# -- log-probabilities --------------------------------------------------------------------------
+
+
+def test_characters_of_several_tokens_in_the_older_form(rig: Rig) -> None:
+    """Tokens that are parts of a character are told apart, and offsets count characters."""
+    prompt = "a😀b日"
+    ids = rig.llm.encode(prompt)
+    assert len(ids) > len(prompt)  # some characters are several tokens
+    choice = rig.complete(prompt, 0, echo=True, logprobs=5)["choices"][0]
+    told = choice["logprobs"]
+    tokens, offsets = told["tokens"], told["text_offset"]
+    for i, (id, token, offset) in enumerate(zip(ids, tokens, offsets, strict=True)):
+        before = b"".join(rig.llm.tokenizer.token_bytes(one) for one in ids[:i])
+        assert offset == len(before.decode(errors="ignore"))
+        data = rig.llm.tokenizer.token_bytes(id)
+        try:
+            assert token == data.decode()
+        except UnicodeDecodeError:
+            assert token == "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+    assert all(len(top) >= 5 for top in told["top_logprobs"][1:])
+    streamed = rig.events(COMPLETE, prompt=prompt, max_tokens=0, echo=True, logprobs=5)
+    assert streamed[0]["choices"][0]["logprobs"] == told
