@@ -44,7 +44,6 @@ class ModelLook(NamedTuple):
     sessions: list[dict[str, Any]]
     holders: dict[str, Holder]
     limit: int
-    used: int
     took_s: float
 
 
@@ -64,11 +63,10 @@ def look_at(model: ServedModel, sessions: list[ServedSession]) -> ModelLook:
             held_as = ("checkpoint", f"{one.id}/{mark.name}")  # forks have it too
             holders.setdefault(f"checkpoint {mark.checkpoint}", held_as)
     pools, prefix = look(llm.engine.memory), dict(llm.engine.prefix.index.stats())
-    budget = llm.budget.whole
     took = time.perf_counter() - begun
     return ModelLook(
-        model.name, llm.n_ctx, pools, llm.budget.breakdown, prefix, seen, holders, budget.limit,
-        budget.used, took,
+        model.name, llm.n_ctx, pools, llm.budget.breakdown, prefix, seen, holders,
+        llm.budget.limit, took,
     )  # fmt: skip
 
 
@@ -154,10 +152,12 @@ def sections(looks: list[ModelLook], told: dict[str, Any]) -> dict[str, bytes]:
         for pool in one.pools:
             pools.append({"model": one.name if several else "", **pool_map(pool, one.holders)})
     first = looks[0] if looks else None
+    used = sum(part["bytes"] for part in parts)
     whole: dict[str, Any] = {
         "model": first and {"id": first.name, "n_ctx": first.n_ctx},
+        "models": [one.name for one in looks],
         "budget": first and {
-            "limit_bytes": first.limit, "used_bytes": looks[-1].used, "parts": parts,
+            "limit_bytes": first.limit, "used_bytes": used, "parts": parts,
         },
         "pools": pools,
         "sessions": [session for one in looks for session in one.sessions],

@@ -195,6 +195,12 @@ def test_what_others_made_is_shown_and_goes_on(server: Rig, tab: Tab) -> None:
     tab.until("document.querySelector('#log').textContent.includes('Once upon a time')")
     tab.send(" in a land")
     tab.until("document.querySelector('#log').textContent.includes('Once upon a time in a land')")
+    held = server.llm.decode(server.http.get("/v1/sessions/theirs?tokens=1").json()["tokens"])
+    tab.send(" and more" * 300)  # than fit: refused, so it is nothing that the session holds
+    tab.until("document.querySelector('#log .turn').lastChild.textContent.length < 2000")
+    assert tab.text("#log .turn > span") == held
+    assert "fit" in tab.text("#notice")
+    tab.wrong = [text for text in tab.wrong if "400" not in text]  # the browser's own words
 
 
 def test_a_key_is_asked_for_and_kept_in_the_tab(chromium: Any, tmp_path: Path) -> None:
@@ -222,6 +228,9 @@ def test_sessions_talk_to_their_own_model(chromium: Any, tmp_path: Path) -> None
             tab.send("Hello")
             assert len(tab.said()) == 2
         tab.page.wait_for_selector("[data-pool='delta state']")
+        assert tab.text("#model") == "tiny-dense, tiny-hybrid"
+        empty = tab.page.locator("#budget-parts > div[data-bytes='0']:visible").count()
+        assert empty == 0, "of several models only parts that there are"
         tab.close()
 
 
@@ -260,6 +269,9 @@ def test_it_fits_a_narrow_screen(chromium: Any, server: Rig, dark: bool) -> None
     tab = Tab(chromium, server.url, width=400, dark=dark).live()
     tab.page.wait_for_selector("[data-session=other]")
     assert tab.page.evaluate("document.documentElement.scrollWidth") <= 400
+    tab.page.wait_for_selector("#requests-table tbody tr")
+    table = "document.querySelector('#requests .scroll')"
+    assert tab.page.evaluate(f"{table}.scrollWidth - {table}.clientWidth") <= 0
     tab.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -138,8 +139,8 @@ def listen(rig: Rig) -> Iterator[dict[str, Any]]:
 def test_first_everything_then_what_changed(rig: Rig) -> None:
     heard = listen(rig)
     first = next(heard)
-    known = {"time", "model", "budget", "pools", "sessions", "prefix", "requests", "counters"}
-    assert set(first) == known
+    known = {"time", "model", "models", "budget", "pools", "sessions", "prefix"}
+    assert set(first) == known | {"requests", "counters"}
     assert sum(p["bytes"] for p in first["budget"]["parts"]) == first["budget"]["used_bytes"]
     quiet = next(heard)
     assert set(quiet) == {"time"} and quiet["time"] - first["time"] >= 0.9
@@ -246,4 +247,24 @@ def test_several_models_are_shown_on_one_budget(tmp_path: Path) -> None:
         assert sum(part["bytes"] for part in budget["parts"]) == budget["used_bytes"]
         assert {pool["model"] for pool in state["pools"]} == {"tiny-dense", "tiny-hybrid"}
         assert {one["model"] for one in state["sessions"]} == {"tiny-dense", "tiny-hybrid"}
+        assert state["models"] == ["tiny-dense", "tiny-hybrid"]
         assert state["prefix"]["entries"] >= 2
+        done = threading.Event()
+
+        def busy(name: str) -> None:
+            while not done.is_set():
+                rig.complete([7 + len(name)] * 100, 40, model=name, cache_salt=str(time.time()))
+
+        threads = [threading.Thread(target=busy, args=(m,)) for m in state["models"]]
+        for thread in threads:
+            thread.start()
+        heard = listen(rig)
+        try:
+            for _ in range(8):  # what each of them holds was not seen at the same moment
+                budget = next(heard).get("budget", budget)
+                assert sum(part["bytes"] for part in budget["parts"]) == budget["used_bytes"]
+        finally:
+            heard.close()
+            done.set()
+            for thread in threads:
+                thread.join()

@@ -19,12 +19,17 @@ function live(kind, text) {
   say($("live"), text);
 }
 
+function models({ model, models = [] }) {
+  if (!model) return "no model loaded";
+  return models.length > 1 ? models.join(", ") : `${model.id}, context of ${model.n_ctx.toLocaleString("en")}`;
+}
+
 async function watch() {
   state = {};
   for await (const change of events("GET", "/v1/memory/events")) {
     Object.assign(state, change);
     live("live", "live");
-    say($("model"), state.model ? `${state.model.id}, context of ${state.model.n_ctx.toLocaleString("en")}` : "no model loaded");
+    say($("model"), models(state));
     for (const show of PANELS) show(state);
   }
 }

@@ -2,7 +2,7 @@
 
 import { $, bytes, follow, h, say } from "./dom.js";
 
-export function showBudget({ budget }) {
+export function showBudget({ budget, models = [] }) {
   if (!budget) return;
   const free = Math.max(budget.limit_bytes - budget.used_bytes, 0);
   const parts = [...budget.parts, { name: "free", kind: "free", bytes: free }];
@@ -22,5 +22,6 @@ export function showBudget({ budget }) {
   follow($("budget-parts"), parts, key, entry, (node, part) => {
     say(node.lastChild, bytes(part.bytes));
     node.dataset.bytes = part.bytes;
+    node.hidden = part.bytes === 0 && models.length > 1; // of many models there are many parts
   });
 }

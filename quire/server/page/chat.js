@@ -168,10 +168,14 @@ async function carryOn(id, text) {
   const known = contexts.get(id) ?? { text: "" };
   const body = { model: modelOf(id), prompt: text, session_id: id, stream: true, ...HOW };
   known.text += text;
-  for await (const part of events("POST", "/v1/completions", body, running.signal)) {
-    if (part.error) throw new Error(part.error.message);
-    known.text += part.choices?.[0]?.text ?? "";
-    if (open === id) showTurns([{ role: "context", content: known.text, i: "context" }]);
+  try {
+    for await (const part of events("POST", "/v1/completions", body, running.signal)) {
+      if (part.error) throw new Error(part.error.message);
+      known.text += part.choices?.[0]?.text ?? "";
+      if (open === id) showTurns([{ role: "context", content: known.text, i: "context" }]);
+    }
+  } finally {
+    contexts.set(id, { ...known, position: -1 }); // what it holds now is asked for: it may have been refused
   }
 }
 
