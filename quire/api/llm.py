@@ -18,6 +18,7 @@ from quire import config
 from quire.api.arguments import check_salt, path_of
 from quire.api.devices import host_tier
 from quire.api.generating import Generating
+from quire.api.opening import opened, session_file
 from quire.api.placing import place_model
 from quire.api.report import MemoryReport
 from quire.api.session import Session
@@ -31,7 +32,6 @@ from quire.engine.loop import Loop
 from quire.engine.prefix_cache import PrefixCache
 from quire.engine.resize import resize
 from quire.engine.runner import Runner
-from quire.engine.session_file import open_session
 from quire.errors import RequestError
 from quire.memory.build import build_memory, longest_on_each
 from quire.memory.groups.layout import GroupSpec
@@ -197,8 +197,8 @@ class LLM(Generating):
         computed with other arithmetic (other instructions, another device), `session.exact` is
         False, and other bits may follow; `strict` refuses it instead.
         """
-        read = partial(open_session, path_of(path), self.engine, self.fingerprint, share, strict)
-        return self.loop.call(lambda: Session(self, *read()))
+        with session_file(path_of(path)) as file:
+            return opened(self, file, share, strict)
 
     @property
     def memory(self) -> MemoryReport:

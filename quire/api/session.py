@@ -23,7 +23,7 @@ from quire.api.stream import AsyncStream, Stream, end_soon, off_the_loop
 from quire.engine.loop import Job, Work
 from quire.engine.request import Request
 from quire.engine.sequence import Mark, Sequence
-from quire.engine.session_file import Saving
+from quire.engine.session_saving import Saving
 from quire.errors import QuireError, RequestError
 from quire.types import Completion, Constraint, Sampling, SamplingFields, shortened
 

@@ -28,6 +28,9 @@ class Budget:
         self._savers: list[Callable[[], None]] = []
         self.lenders: list[Lend] = []
         """Those who share it, each of whom can free something for the others."""
+        self.passing = 0
+        """How many hold some of it for a moment only, because a file is read or written: whoever
+        is short of it waits for them."""
         self._lock = Lock()
 
     @property

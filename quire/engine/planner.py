@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from time import sleep
 
 from quire.engine.plan import Entry, Plan
 from quire.engine.prefix_cache import PrefixCache
@@ -12,6 +13,8 @@ from quire.engine.scheduler import Scheduler
 from quire.engine.sequence import LOST, PARKED, RUNNING, WAITING, Sequence
 from quire.errors import QuireError, TierError
 from quire.memory.memory import Memory
+
+_MOMENT_S = 0.002
 
 
 class Planner:
@@ -34,6 +37,9 @@ class Planner:
             if self._make_room(plan):
                 break
             plan = self._scheduler.less(plan)
+            if plan.failed and self._prefix.budget.whole.passing:
+                sleep(_MOMENT_S)  # a file is read or written: what that holds comes back
+                return Plan([], [])
             self._carry_out(plan)
             if not plan.entries:
                 plan = self._wanted([s for s in active if s.active])

@@ -17,6 +17,7 @@ from quire.memory.tiers.parking import Parked
 
 if TYPE_CHECKING:
     from quire.memory.contexts import UpdateContext
+    from quire.memory.saved.read import Reading
 
 Tables = tuple[Any, ...]
 """What one sequence holds: a table for each group."""
@@ -46,6 +47,8 @@ class Books:
         self._no_rows: tuple[tuple[()], ...] = ((),) * len(self.groups)
         self._nothing = self._new_tables()  # what a sequence that is not there holds; to read
         self._open: AppendTransaction | UpdateContext | None = None
+        self.incoming: list[Reading] = []
+        """Saved state whose pages are being filled."""
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -258,9 +261,10 @@ class Books:
 
     @property
     def reserved(self) -> list[tuple[PagePool, list[int]]]:
-        """Every reference that an open lease or context holds."""
+        """Every reference that an open lease or context, or state that is being read, holds."""
         reserved = self._open.reserved if self._open is not None else []
-        return [(one.pool, one.all_pages) for one in reserved]
+        incoming = [pages for one in self.incoming for pages in one.set_aside]
+        return [*((one.pool, one.all_pages) for one in reserved), *incoming]
 
     def held_tables(self) -> list[Tables]:
         """The tables of all sequences and checkpoints whose pages are here."""

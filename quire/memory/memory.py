@@ -295,6 +295,8 @@ class Memory(Keeping):
 
     def close(self) -> None:
         """Gives everything back; the memory is of no use afterwards."""
+        for reading in list(self.incoming):
+            reading.give_back()
         self.clear(data=False)
         for pool in self.pools:
             pool.close()

@@ -80,7 +80,8 @@ async def create(request: Request) -> Response:
         if body.prompt is not None or body.messages is not None:
             raise ApiError(400, "open takes a session as it was saved; append to it later")
         where = model if body.model else None
-        found = await state.sessions.open(body.open, body.id, where)
+        opening = state.sessions.open(body.open, body.id, where)
+        found = await while_connected(request, opening, state.sessions.close)
         found.ttl_s = body.ttl_s if body.ttl_s is not None else found.ttl_s
         return as_json(await _look(found), 201)
     id = await state.sessions.free_id(body.id)

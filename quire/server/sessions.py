@@ -6,14 +6,16 @@ import asyncio
 import re
 import secrets
 import time
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from quire.errors import SessionFileError
 from quire.server.errors import ApiError, not_found
 from quire.server.models import Models, ServedModel
 from quire.server.session import NOTE, ServedSession
 
+T = TypeVar("T")
 _REMEMBERED = 10_000
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -41,7 +43,10 @@ class Sessions:
         self.folder = folder
         self.by_id: dict[str, ServedSession] = {}
         self._deleted: dict[str, None] = {}  # the oldest first
-        self._opening = asyncio.Lock()
+        self._named: dict[str, asyncio.Task[ServedSession]] = {}
+        """Those that are being opened because somebody named them."""
+        self._tasks: set[asyncio.Task[Any]] = set()
+        """Whatever is opened, or closed because nobody waits for it any more."""
 
     async def free_id(self, id: str | None) -> str:
         """An id for a new session; one that is taken is refused."""
@@ -62,16 +67,23 @@ class Sessions:
         return session
 
     async def get(self, id: str, model: ServedModel | None = None) -> ServedSession:
-        """A session by its id; one that is not here but saved under that name is opened."""
+        """A session by its id; one that is not here but saved under that name is opened.
+
+        All who name it meanwhile wait for the same, which goes on if they leave.
+        """
         checked_name(id)
-        async with self._opening:
-            if id in self.by_id and self.by_id[id].expired:  # nobody has tidied up yet
-                await self.close(self.by_id[id])
-            if id not in self.by_id:
-                if id in self._deleted or not self.path(id).is_file():
-                    raise not_found("session", id, code="session_not_found")
-                await self.open(id, id, model)
-        found = self.by_id[id]
+        if id in self.by_id and self.by_id[id].expired:  # nobody has tidied up yet
+            await self.close(self.by_id[id])
+        if id not in self.by_id:
+            if id in self._deleted or not self.path(id).is_file():
+                raise not_found("session", id, code="session_not_found")
+            if id not in self._named:
+                self._named[id] = task = self._task(self._open(id, id, model))
+                task.add_done_callback(lambda _: self._named.pop(id))
+            await asyncio.shield(self._named[id])
+        found = self.by_id.get(id)
+        if found is None:  # somebody else was quick to close it
+            raise not_found("session", id, code="session_not_found")
         if model is not None and found.model is not model:
             raise ApiError(
                 409, f"session {id!r} belongs to model {found.model.name!r}, not {model.name!r}",
@@ -89,7 +101,33 @@ class Sessions:
     async def open(
         self, name: str, id: str | None = None, model: ServedModel | None = None
     ) -> ServedSession:
-        """A saved session, under an id of its own."""
+        """A saved session, under an id of its own; whoever is cancelled has opened nothing."""
+        task = self._task(self._open(name, id, model))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(self._unwanted)  # a file that is read is read to its end
+            raise
+
+    def _task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Something that goes on though nobody waits for it, until the server ends."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return task
+
+    def _unwanted(self, task: asyncio.Task[ServedSession]) -> None:
+        if not task.cancelled() and task.exception() is None:
+            self._task(self.close(task.result()))
+
+    async def settled(self, within_s: float) -> None:
+        """Until nothing is opened any more, or so many seconds are over."""
+        until = time.monotonic() + within_s
+        while self._tasks and time.monotonic() < until:
+            await asyncio.wait(self._tasks, timeout=until - time.monotonic())
+
+    async def _open(self, name: str, id: str | None, model: ServedModel | None) -> ServedSession:
         path = self.path(name)
         if not path.is_file():
             raise not_found("saved session", name, code="session_not_found")
@@ -105,7 +143,11 @@ class Sessions:
                     continue
                 found = ServedSession(new_id, session, one)
                 self._recall(found, name)
-                return self.add(found)
+                try:
+                    return self.add(found)
+                except ApiError:  # somebody took its id meanwhile
+                    await asyncio.to_thread(session.close)
+                    raise
         raise AssertionError("there is at least one model")
 
     def _recall(self, found: ServedSession, name: str) -> None:

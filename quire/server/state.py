@@ -85,6 +85,7 @@ class State:
         self.live.close()
         if self._tidying:
             self._tidying.cancel()
+        await self.sessions.settled(self.settings.drain_s)
         for session in list(self.sessions.by_id.values()):
             if self.settings.save_sessions in ("turn", "drain"):
                 try:

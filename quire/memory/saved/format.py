@@ -235,11 +235,9 @@ class Container:
         self._io.seek(self._data + place.start)
         whole = blake2b(digest_size=_DIGEST_BYTES)
         for chunk in _chunks(pieces):
-            found = self._io.read(len(chunk))
-            if len(found) != len(chunk):
+            if self._io.readinto(chunk) != len(chunk):  # type: ignore[attr-defined]
                 self.refuse(f"truncated: tensor {name!r} ends early")
-            whole.update(found)
-            chunk[:] = found
+            whole.update(chunk)
         if whole.hexdigest() != place.digest:
             self.refuse(f"altered: the checksum of tensor {name!r} is wrong")
 

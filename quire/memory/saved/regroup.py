@@ -15,7 +15,6 @@ positions have states elsewhere: those are brought to the end, each with its own
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -49,6 +48,7 @@ class Regrouping:
         self._container = container
         self._from = Sources(container, groups)
         self._wanted: dict[str, dict[tuple[int, ...] | tuple[Behind, ...], int]] = {}
+        self._apart: Apart = {}
 
     # -- tables -----------------------------------------------------------------------------------
 
@@ -189,27 +189,22 @@ class Regrouping:
 
     # -- pages ------------------------------------------------------------------------------------
 
-    def fill(self, groups: Sequence[AnyGroup], ids: Mapping[str, Any]) -> None:
-        """Reads the file's pages into pages of these ids, by pool."""
-        with ExitStack() as stack:
-            arrays: dict[str, list[Bytes]] = {}
-            for group in groups:
-                for pool in group.pools:
-                    into = stack.enter_context(pool.bytes.writing(ids[pool.name]))
-                    arrays[pool.name] = into
-            apart: Apart = {}
-            for one in self._from.written(groups):
-                for at, name in enumerate(one.pools):
-                    pages = self._scattered(one, at, groups, arrays, apart)
-                    self._container.read_into(PAGES + name, pages)
-            for group in groups:
-                for parts, number in self._merges(group):
-                    self._merge(group, parts, number, arrays[group.pools[0].name][number], apart)
+    def fill(self, groups: Sequence[AnyGroup], arrays: Mapping[str, list[Bytes]]) -> None:
+        """Reads the file's pages into these, by pool; states of several positions stay apart."""
+        for one in self._from.written(groups):
+            for at, name in enumerate(one.pools):
+                pages = self._scattered(one, at, groups, arrays)
+                self._container.read_into(PAGES + name, pages)
+
+    def merge(self, groups: Sequence[AnyGroup], arrays: Mapping[str, list[Bytes]]) -> None:
+        """Puts states of several positions together; the device brings them to the end."""
+        for group in groups:
+            for parts, number in self._merges(group):
+                self._merge(group, parts, number, arrays[group.pools[0].name][number])
 
     def _scattered(
-        self, one: Saved, pool: int, groups: Sequence[AnyGroup], arrays: Mapping[str, list[Bytes]],
-        apart: Apart,
-    ) -> Iterator[Bytes]:  # fmt: skip
+        self, one: Saved, pool: int, groups: Sequence[AnyGroup], arrays: Mapping[str, list[Bytes]]
+    ) -> Iterator[Bytes]:
         """Pages to be filled one by one: each is spread out when the next is asked for."""
         used = self._used(one, pool, groups)
         size = one.sizes[pool]
@@ -219,7 +214,7 @@ class Regrouping:
             for group, into, folds in used[number]:
                 if folds:
                     target: Bytes = np.zeros(group.pools[pool].page_bytes, np.uint8)
-                    apart[one.name, group.name, pool, into] = target
+                    self._apart[one.name, group.name, pool, into] = target
                 else:
                     target = arrays[group.pools[pool].name][into]
                 layers, convert = group.layout.spec.layers, one.conversions[group.name].pages[pool]
@@ -227,13 +222,11 @@ class Regrouping:
                     if layer in layers:
                         convert(source, target.reshape(len(layers), -1)[layers.index(layer)])
 
-    def _merge(
-        self, group: AnyGroup, parts: tuple[Behind, ...], number: int, into: Bytes, apart: Apart
-    ) -> None:
+    def _merge(self, group: AnyGroup, parts: tuple[Behind, ...], number: int, into: Bytes) -> None:
         """A state of which each layer is brought to the end by its own log."""
         layers = group.layout.spec.layers
         for one, part in zip(self._from.of[group.name], parts, strict=True):
-            state, log = (apart.get((one.name, group.name, pool, number)) for pool in (0, 1))
+            state, log = (self._apart.get((one.name, group.name, pool, number)) for pool in (0, 1))
             if log is not None:
                 raw = one.conversions[group.name].raw_only
                 state = folded(group, state, log, part.entries, raw)

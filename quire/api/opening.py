@@ -1,0 +1,48 @@
+"""Sessions out of files: read beside what everybody else does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from quire.api.session import Session
+from quire.engine.session_opening import Opening
+from quire.errors import SessionFileError
+
+if TYPE_CHECKING:
+    from quire.api.llm import LLM
+
+_PAUSE_S = 0.005
+"""After which room is looked for again, where others hold it for a moment."""
+
+
+@contextmanager
+def session_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to be read; SessionFileError where it cannot be."""
+    try:
+        if not path.is_file():  # asked before opening: a pipe would wait for its other end
+            folder = path.is_dir()
+            raise SessionFileError(f"{path}: {'this is a folder' if folder else 'no such file'}")
+        with open(path, "rb") as file:
+            yield file
+    except OSError as error:
+        raise SessionFileError(f"{path}: cannot be opened: {error.strerror}") from error
+    except ValueError as error:  # a name that no file can have
+        raise SessionFileError(f"{str(path)!r}: cannot be opened: {error}") from error
+
+
+def opened(llm: LLM, file: BinaryIO, share: bool, strict: bool) -> Session:
+    """The session that a file holds; only what changes memory is done between steps."""
+    loop = llm.loop
+    loop.call(llm.engine.check_open)
+    opening = Opening(file, file.name, llm.engine, llm.fingerprint, share, strict)
+    try:
+        while not loop.call(opening.take_pages):
+            time.sleep(_PAUSE_S)
+        opening.read()
+        return loop.call(lambda: Session(llm, *opening.finish()))
+    finally:
+        loop.call(opening.let_go)

@@ -1,0 +1,212 @@
+"""Sessions out of files: what `session_saving` wrote, with nothing taken on trust."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, BinaryIO, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.engine.engine import Engine
+from quire.engine.room import Rank
+from quire.engine.sequence import Mark, Record, Sequence
+from quire.errors import OutOfMemory, SessionFileError
+from quire.memory.saved.format import Container
+from quire.memory.saved.read import Reading
+from quire.memory.saved.types import Found, StateFlags, StateRead
+from quire.memory.tokens import Tokens
+
+_FIELDS = {"computed", "salt", "edited", "marks", "notes", "arithmetic"}
+_MARK_FIELDS = {"name", "checkpoint", "computed", "edited"}
+Opened = tuple[Sequence, dict[str, Mark], dict[str, Any]]
+"""A sequence as it was saved, its marks and notes."""
+
+
+class Opening:
+    """A session on its way out of a file, while everybody goes on.
+
+        Opening(…)  ──▶  take_pages  ──▶  read  ──▶  finish, or `let_go`
+        any thread       on the loop      any        on the loop
+
+    `share` lets others begin with its pages, `strict` refuses what other arithmetic computed.
+    """
+
+    def __init__(
+        self, file: BinaryIO, source: str, engine: Engine, model: str, share: bool, strict: bool
+    ) -> None:
+        """Checks everything but pages."""
+        self._source = source
+        self._engine = engine
+        self._share = share
+        self._sequence: Sequence | None = None
+        self._reading = Reading(
+            engine.memory, Container(file, source), "sequence", StateFlags.WHOLE, model,
+            Contents(source, engine, strict).check,
+        )  # fmt: skip
+
+    def take_pages(self) -> bool:
+        """Pages for it, whoever has to give way; False where somebody holds some for a moment."""
+        engine, budget = self._engine, self._engine.budget.whole
+        sequence = engine.new_sequence()
+        try:
+            take = partial(self._reading.take_pages, sequence.id)
+            taken = self._made_room(take, sequence, wait=budget.passing > 0)
+        except BaseException:
+            engine.end(sequence)
+            raise
+        if taken:
+            self._sequence = sequence
+            budget.passing += 1
+        else:
+            engine.end(sequence)
+        return taken
+
+    def read(self) -> None:
+        """Fills the pages."""
+        self._reading.fill()
+
+    def finish(self) -> Opened:
+        """The session is there."""
+        engine, sequence = self._engine, self._sequence
+        engine.check_open()
+        assert sequence is not None, "it has pages"
+        found: list[StateRead] = []
+        self._made_room(lambda: found.append(self._reading.finish()), sequence)
+        self._pass()
+        (read,) = found
+        facts, arrays = read.extra.facts, read.extra.arrays
+        exact = facts["arithmetic"] == engine.runner.model.arithmetic
+        origin = facts["salt"], self._share and exact, exact
+        sequence.become(_record(facts, arrays, "", *origin))
+        engine.prefix.track(sequence)
+        marks = {}
+        for i, told in enumerate(facts["marks"]):
+            record = _record(told, arrays, f"mark {i} ", *origin)
+            checkpoint = read.checkpoints[told["checkpoint"]]
+            marks[told["name"]] = engine.history.marked(told["name"], record, checkpoint)
+        return sequence, marks, json.loads(facts["notes"])
+
+    def let_go(self) -> None:
+        """It is there, or will not be, and nobody reads any more; once is enough."""
+        if self._sequence is not None:
+            sequence = self._sequence
+            self._pass()
+            if not self._engine.closed:
+                self._reading.give_back()
+                self._engine.end(sequence)
+
+    def _pass(self) -> None:
+        self._sequence = None
+        self._engine.budget.whole.passing -= 1
+
+    def _made_room(self, do: Callable[[], None], for_: Sequence, wait: bool = False) -> bool:
+        """Does something, whoever has to give way; or says why not, unless it is to wait."""
+        error: OutOfMemory | None = None
+
+        def done() -> bool:
+            nonlocal error
+            try:
+                do()
+            except OutOfMemory as refused:
+                error = refused
+                return False
+            return True
+
+        if self._engine.room.make(done, for_, Rank.RUNNING):
+            return True
+        if wait:
+            return False
+        raise SessionFileError(f"{self._source}: it does not fit: {error}") from error
+
+
+def _record(
+    facts: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]], label: str, salt: str,
+    shared: bool, exact: bool,
+) -> Record:  # fmt: skip
+    """What a file told of a record; it was checked."""
+    tokens, logits = Tokens(arrays[f"{label}tokens"]), arrays.get(f"{label}logits")
+    return Record(tokens, facts["computed"], logits, facts["edited"], salt, shared, exact)
+
+
+def _are_notes(written: object) -> bool:
+    try:
+        return isinstance(written, str) and isinstance(json.loads(written), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+class Contents:
+    """Refuses a file whose tokens and marks do not go with this engine and with each other."""
+
+    def __init__(self, source: str, engine: Engine, strict: bool) -> None:
+        self.source = source
+        self.strict = strict
+        self.engine = engine
+
+    def check(self, found: Found) -> None:
+        """Raises SessionFileError, before anything was changed."""
+        facts, arrays = found.extra.facts, dict(found.extra.arrays)
+        known = facts.keys() == _FIELDS and isinstance(facts["salt"], str)
+        if not known or not _are_notes(facts["notes"]):
+            self._refuse("it is no session: it does not have the fields of one")
+        ours, theirs = self.engine.runner.model.arithmetic, facts["arithmetic"]
+        if not isinstance(theirs, str) or (self.strict and theirs != ours):
+            self._refuse(
+                f"it was computed with other arithmetic: {str(theirs)[:80]!r} there, {ours!r} "
+                "here; open it without strict=True to go on with other bits"
+            )
+        if not found.complete:
+            self._refuse("memory does not have all of its tokens")
+        (end,) = found.ends.values()
+        self._check_place("the session", "", facts, arrays, end)
+        marks, names = facts["marks"], set()
+        if not isinstance(marks, list):
+            self._refuse("its marks are not a list")
+        for i, mark in enumerate(marks):
+            if not isinstance(mark, dict) or mark.keys() != _MARK_FIELDS:
+                self._refuse(f"mark {i} does not have the fields {sorted(_MARK_FIELDS)}")
+            name, checkpoint = mark["name"], mark["checkpoint"]
+            if not isinstance(name, str) or not isinstance(checkpoint, str) or name in names:
+                self._refuse(f"mark {i} has no name of its own")
+            names.add(name)
+            if checkpoint not in found.checkpoint_ends:
+                self._refuse(f"mark {name!r} has no checkpoint")
+            end = found.checkpoint_ends[checkpoint]
+            self._check_place(f"mark {name!r}", f"mark {i} ", mark, arrays, end)
+        checkpoints = {mark["checkpoint"] for mark in marks}
+        if len(checkpoints) != len(marks) or checkpoints != found.checkpoint_ends.keys() or arrays:
+            self._refuse("it has checkpoints or arrays that belong to no mark, or to two")
+
+    def _check_place(
+        self, what: str, label: str, facts: Mapping[str, Any], arrays: dict[str, NDArray[Any]],
+        end: int,
+    ) -> None:  # fmt: skip
+        n_vocab, n_ctx = self.engine.runner.model.n_vocab, self.engine.n_ctx
+        tokens = arrays.pop(f"{label}tokens", None)
+        logits = arrays.pop(f"{label}logits", None)
+        if tokens is None or tokens.ndim != 1 or tokens.dtype != np.int32:
+            self._refuse(f"{what} has no tokens")
+        if len(tokens) > n_ctx:
+            self._refuse(
+                f"{what} has {len(tokens)} tokens, and the context is {n_ctx}; load with a larger "
+                "n_ctx"
+            )
+        if ((tokens < 0) | (tokens >= n_vocab)).any():
+            self._refuse(f"{what} has token ids outside the vocabulary of {n_vocab}")
+        computed = facts["computed"]
+        if type(computed) is not int or computed != end or computed > len(tokens):
+            self._refuse(f"{what} says {str(computed)[:40]} of {len(tokens)} tokens are computed, "
+                         f"and memory has {end}")  # fmt: skip
+        if type(facts["edited"]) is not bool:
+            self._refuse(f"{what} does not say whether tokens were taken out")
+        if logits is not None and (
+            logits.dtype != np.float32 or logits.shape != (n_vocab,) or np.isnan(logits).any()
+            or computed != len(tokens)
+        ):  # fmt: skip
+            self._refuse(f"{what} has logits that are not those of its last token")
+
+    def _refuse(self, reason: str) -> NoReturn:
+        raise SessionFileError(f"{self.source}: {reason}")

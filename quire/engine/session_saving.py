@@ -1,0 +1,101 @@
+"""Sessions into files: tokens, marks and logits beside what memory holds of them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from numpy.typing import NDArray
+
+from quire.engine.engine import Engine
+from quire.engine.sequence import Mark, Record, Sequence
+from quire.errors import RequestError, SessionFileError
+from quire.files import replace_file
+from quire.memory.saved.types import Extra, StateFlags
+from quire.memory.saved.write import state_image
+
+
+class Saving:
+    """A session that is about to be written: what it holds now stays until it is let go of.
+
+    Made and let go of on the loop; written from any thread, while everybody goes on.
+    """
+
+    def __init__(
+        self, engine: Engine, model: str, sequence: Sequence, marks: Mapping[str, Mark],
+        notes: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        engine.check_open()
+        written = _written(notes)
+        engine.ensure_resident(sequence)
+        together = {mark.checkpoint for mark in marks.values()}
+        for mark in marks.values():
+            engine.history.bring_back(mark, sequence, together)
+        arrays: dict[str, NDArray[Any]] = {}
+        facts = _told(sequence.record(), arrays, "")
+        told = []
+        for i, mark in enumerate(marks.values()):
+            place = _told(mark.record, arrays, f"mark {i} ")
+            del place["salt"]  # a session's marks are of its salt
+            told.append({"name": mark.name, "checkpoint": mark.checkpoint, **place})
+        facts["arithmetic"] = engine.runner.model.arithmetic if sequence.exact else "several"
+        extra = Extra({**facts, "marks": told, "notes": written}, arrays)
+        names = [mark.checkpoint for mark in marks.values()]
+        self._engine = engine
+        self._image = state_image(engine.memory, sequence.id, StateFlags.WHOLE, names, model, extra)
+        held = engine.history.hold(sequence, marks.values())
+        engine.budget.whole.passing += 1
+        self.let_go = partial(_let_go, engine, held)
+        """It is written, or will not be; once is enough."""
+
+    def write(self, path: str | os.PathLike[str], confirm: Callable[[], None]) -> None:
+        """Writes it; the old file stays until the new one is complete.
+
+        `confirm` has `check` called on the loop, once all has been read.
+        """
+
+        def write(file: BinaryIO) -> None:
+            self._image.write(file)
+            confirm()
+
+        try:
+            replace_file(Path(path), write)
+        except OSError as error:
+            raise SessionFileError(f"{path}: cannot be saved: {error.strerror}") from error
+
+    def check(self) -> None:
+        """Refuses to keep what was written after the model was closed: its pages were gone."""
+        self._engine.check_open()
+
+
+def _let_go(engine: Engine, held: list[Mark]) -> None:
+    if not held:
+        return
+    marks = held[:]
+    held.clear()
+    engine.budget.whole.passing -= 1
+    if not engine.closed:
+        engine.history.let_go(marks)
+
+
+def _written(notes: Mapping[str, Any]) -> str:
+    """Notes as text; refused if reading it would not give the same."""
+    try:
+        text = json.dumps(dict(notes), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"a session's notes must be plain JSON: {error}") from error
+    if json.loads(text) != notes:
+        raise RequestError("a session's notes must be plain JSON: names are texts, no tuples")
+    return text
+
+
+def _told(record: Record, arrays: dict[str, NDArray[Any]], label: str) -> dict[str, Any]:
+    """What a file says of a record; its arrays go under a label."""
+    arrays[f"{label}tokens"] = record.tokens.array()
+    if record.logits is not None and record.computed == len(record.tokens):
+        arrays[f"{label}logits"] = record.logits
+    return {"computed": record.computed, "edited": record.edited, "salt": record.salt}
