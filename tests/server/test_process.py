@@ -125,22 +125,30 @@ def test_what_takes_too_long_is_cut_off(tmp_path: Path) -> None:
 
 
 def test_killed_between_turns_the_next_goes_on_with_equal_bits(tmp_path: Path) -> None:
-    with Process(tmp_path / "a", "--save-sessions", "turn") as server:
+    """Within a second of being there again; a machine that is busy gets more than one try."""
+    talk = ["Hello there"]
+    more: dict[str, Any] = {"logprobs": True, "top_logprobs": 3}
+    options = ("--save-sessions", "turn")
+    with Process(tmp_path, *options) as server:
         server.http.post("/v1/sessions", json={"id": "talk"})
-        first = server.chat("Hello there", session_id="talk")
-        said = first["choices"][0]["message"]["content"]
+        last = server.chat(*talk, session_id="talk")
         server.process.send_signal(signal.SIGKILL)
         server.process.wait(10)
-    talk = ("Hello there", said, "And then?")
-    more: dict[str, Any] = {"logprobs": True, "top_logprobs": 3}
-    with Process(tmp_path / "a", "--save-sessions", "turn") as server:
-        started = time.monotonic()
-        second = server.chat(*talk, session_id="talk", **more)
-        assert time.monotonic() - started < 5  # under a second on a quiet machine
-        cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
-        assert cached >= first["usage"]["prompt_tokens"]
-        plain = server.chat(*talk, cache_salt="fresh", **more)
-        assert second["choices"] == plain["choices"]
+    for _ in range(3):
+        talk += [last["choices"][0]["message"]["content"], "And then?"]
+        with Process(tmp_path, *options) as server:
+            started = time.monotonic()
+            before, last = last, server.chat(*talk, session_id="talk", **more)
+            took = time.monotonic() - started
+            cached = last["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert cached >= before["usage"]["prompt_tokens"]
+            plain = server.chat(*talk, cache_salt="fresh", **more)
+            assert last["choices"] == plain["choices"]
+            if took < 1:
+                return
+            server.process.send_signal(signal.SIGKILL)
+            server.process.wait(10)
+    raise AssertionError(f"the next turn took {took:.1f} s")
 
 
 def test_what_cannot_be_is_said(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from io import BytesIO
@@ -154,7 +154,14 @@ class Reading:
             self._regrouping.fill(self._groups, self._arrays)
             return
         for pool, _ in self._demand:
-            self._container.read_into(PAGES + pool.name, self._arrays[pool.name])
+            self._container.read_into(PAGES + pool.name, self._wanted(self._arrays[pool.name]))
+
+    def _wanted(self, pages: list[Bytes]) -> Iterator[Bytes]:
+        """One page after the other, as long as memory is there."""
+        for page in pages:
+            if self not in self._memory.incoming:
+                raise RequestError("memory was closed while saved state was read into it")
+            yield page
 
     def finish(self) -> StateRead:
         """Tables take their places. OutOfMemory where states lack room to be put together in."""
