@@ -11,12 +11,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.server import turn as turns
-from quire.server.asking import in_thread
-from quire.server.chat_routes import ChatBody, begin_chat
-from quire.server.conversation import chat_prompt, spoken
+from quire.server.chat_routes import ChatBody, begin_chat, counted
+from quire.server.conversation import spoken
 from quire.server.dialect import new_id, says_errors, stopped_by
 from quire.server.errors import ApiError
-from quire.server.state import State
 from quire.server.turn import Turn
 from quire.server.wire import as_json, event, read_as
 from quire.text.answers import Answer
@@ -181,13 +179,8 @@ async def messages(request: Request) -> Response:
 @says_errors(_refuse)
 async def count_tokens(request: Request) -> Response:
     """How many tokens a conversation has."""
-    state: State = request.app.state.quire
     body = (await read_as(request, MessagesBody)).as_chat()
-    async with state.models.using(state.models.find(body.model)) as llm:
-        prompt = await in_thread(
-            chat_prompt, llm, body.messages, body.tools, body.tool_choice, body.chat_template_kwargs
-        )
-        return as_json({"input_tokens": len(prompt.tokens)})
+    return as_json(await counted(request, body))
 
 
 class _Answer:

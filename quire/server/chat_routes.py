@@ -86,6 +86,24 @@ async def begin_chat(request: Request, body: ChatBody) -> Turn:
     return await Turn(state).begin(model, body.session_id, ask, "messages")
 
 
+async def input_tokens(request: Request) -> Response:
+    """How many tokens a conversation has, without answering it."""
+    body = await read_as(request, ChatBody)
+    return as_json({"object": "chat.completion.input_tokens", **await counted(request, body)})
+
+
+async def counted(request: Request, body: ChatBody) -> dict[str, int]:
+    """The tokens that the model would read before it answers."""
+    state: State = request.app.state.quire
+    model = state.models.find(body.model, strict=request.url.path.startswith("/v1/"))
+    async with state.models.using(model) as llm:
+        prompt: ChatPrompt = await in_thread(
+            chat_prompt, llm, body.messages, body.tools, body.tool_choice,
+            body.chat_template_kwargs, body.add_generation_prompt, body.continue_final_message,
+        )  # fmt: skip
+        return {"input_tokens": len(prompt.tokens)}
+
+
 class _Answer:
     """Writes what comes in OpenAI's form for chats."""
 

@@ -15,14 +15,14 @@ from quire.server import turn as turns
 from quire.server.asking import Common, check_ids, in_thread
 from quire.server.errors import ApiError
 from quire.server.logprobs import Legacy, chat_form, of_prompt
+from quire.server.prompts import MOST_PROMPTS
 from quire.server.run import Ask, Delta
 from quire.server.session import ServedSession
 from quire.server.state import State
 from quire.server.turn import Turn, asked_model
 from quire.server.wire import DONE, FINGERPRINT, as_json, event, read_as, refused
+from quire.text.infill import infill_tokens
 from quire.types import TokenLogprob
-
-MOST_PROMPTS = 1024
 
 
 class CompletionBody(Common, kw_only=True):
@@ -35,6 +35,7 @@ class CompletionBody(Common, kw_only=True):
     top_logprobs: int | None = None
     echo: bool | None = None
     suffix: str | None = None
+    """What comes behind: the model fills the gap between."""
     best_of: int | None = None
 
     @property
@@ -96,9 +97,10 @@ async def begin_completion(
 
 
 def _check(body: CompletionBody) -> None:
-    for name, plain in (("suffix", (None, "")), ("best_of", (None, 1, body.n))):
-        if getattr(body, name) not in plain:
-            raise ApiError(400, f"{name} is not supported; leave it out", param=name)
+    if body.best_of not in (None, 1, body.n):
+        raise ApiError(400, "best_of is not supported; leave it out", param="best_of")
+    if body.suffix and body.session_id is not None:
+        raise ApiError(400, "a session has no gap to fill: leave suffix out", param="suffix")
     if body.scores is not None and body.session_id is not None:
         raise ApiError(400, "a session's prompt is not scored: leave echo out", param="echo")
     if body.only_scores and body.n not in (None, 1):
@@ -122,6 +124,10 @@ def _tokens(llm: LLM, body: CompletionBody, behind: int) -> list[list[int]]:
         raise ApiError(400, f"at most {MOST_PROMPTS} prompts at a time", param="prompt")
     if body.session_id is not None and len(prompt) != 1:
         raise ApiError(400, "a session goes on with one prompt", param="prompt")
+    if body.suffix:
+        if not all(isinstance(one, str) for one in prompt):
+            raise ApiError(400, "with a suffix, prompts are texts", param="prompt")
+        return [infill_tokens(llm.tokenizer, one, body.suffix, (), llm.n_ctx) for one in prompt]
     made = []
     for one in prompt:
         made.append(llm.tokens_of(one, behind) if isinstance(one, str) else check_ids(llm, one))

@@ -16,17 +16,18 @@ from starlette.responses import Response
 from quire.api.llm import LLM
 from quire.api.vectors import unit
 from quire.server.aside import computed
-from quire.server.asking import check_ids, in_thread
+from quire.server.asking import in_thread
 from quire.server.dialect import says_errors
 from quire.server.errors import ApiError, about
 from quire.server.models import ServedModel
 from quire.server.ollama_routes import KINDS, refuse, served
+from quire.server.prompts import prompts_of
 from quire.server.state import State
 from quire.server.wire import as_json, read_as, while_connected
 
-_MOST_TEXTS = 2048
 _AT_ONCE = 16
-Texts = str | list[int | str | list[int]]
+Texts = str | dict[str, Any] | list[Any]
+"""A text, token ids, both in turn, or a list of such."""
 
 
 class EmbeddingsBody(msgspec.Struct, kw_only=True):
@@ -107,16 +108,10 @@ async def _embedded(model: ServedModel, tokens: list[list[int]]) -> NDArray[np.f
 
 
 def _tokens(llm: LLM, given: Texts) -> list[list[int]]:
-    several: Any = [given] if isinstance(given, str) or _are_ids(given) else given
-    if not 1 <= len(several) <= _MOST_TEXTS:
-        raise ApiError(400, f"input is 1 to {_MOST_TEXTS} texts", param="input")
-    if not all(isinstance(one, str) or _are_ids(one) for one in several):
-        raise ApiError(400, "input is a text, token ids, or a list of either", param="input")
-    return [llm.tokens_of(t) if isinstance(t, str) else check_ids(llm, t, "input") for t in several]
-
-
-def _are_ids(given: Any) -> bool:
-    return isinstance(given, list) and bool(given) and all(isinstance(t, int) for t in given)
+    made = prompts_of(llm, given, param="input")
+    if not all(made):
+        raise ApiError(400, "input has a text without tokens", param="input")
+    return made
 
 
 def _shortened(vectors: NDArray[np.float32], width: int) -> NDArray[np.float32]:

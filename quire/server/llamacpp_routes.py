@@ -1,26 +1,27 @@
-"""llama.cpp's own paths: `/completion`, `/props` and `/slots`."""
+"""llama.cpp's own paths for generating: `/completion` and `/infill`."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-import quire
 from quire.api.llm import LLM
 from quire.server import turn as turns
-from quire.server.asking import check_ids, in_thread
-from quire.server.completions_routes import MOST_PROMPTS, CompletionBody, begin_completion
+from quire.server.asking import in_thread
+from quire.server.completions_routes import CompletionBody, begin_completion
 from quire.server.dialect import stopped_by
 from quire.server.errors import ApiError
+from quire.server.llamacpp_about import settings_of
 from quire.server.logprobs import with_ids
+from quire.server.prompts import prompts_of
 from quire.server.run import Delta, Run
-from quire.server.state import State
 from quire.server.turn import Turn
 from quire.server.wire import as_json, event, read_as
+from quire.text.infill import infill_tokens
 from quire.types import TokenLogprob
 
 
@@ -88,16 +89,52 @@ def _bias(llm: LLM, given: Any) -> dict[str, float]:
     return made
 
 
+class OtherFile(msgspec.Struct, kw_only=True):
+    """A file that is shown beside the one with the gap."""
+
+    text: str
+    filename: str | None = None
+
+
+class InfillBody(LlamaBody, kw_only=True):
+    """A text with a gap; `prompt` is what the gap begins with."""
+
+    input_prefix: str
+    input_suffix: str
+    prompt: str = ""
+    input_extra: list[OtherFile] = []
+
+
 async def completion(request: Request) -> Response:
     """Continues one prompt or several."""
     body = await read_as(request, LlamaBody)
+    return await _completed(request, body, lambda llm, at: prompts_of(llm, body.prompt, at))
+
+
+async def infill(request: Request) -> Response:
+    """Fills a gap in a text."""
+    body = await read_as(request, InfillBody)
+    if body.session_id is not None:
+        raise ApiError(400, "a session has no gap to fill", param="session_id")
+    files = [(other.filename, other.text) for other in body.input_extra]
+    before, behind = body.input_prefix + body.prompt, body.input_suffix
+
+    def prompts(llm: LLM, at: int) -> list[list[int]]:
+        return [infill_tokens(llm.tokenizer, before, behind, files, llm.n_ctx)]
+
+    return await _completed(request, body, prompts)
+
+
+async def _completed(
+    request: Request, body: LlamaBody, read: Callable[[LLM, int], list[list[int]]]
+) -> Response:
     bias = None
     if body.logit_bias:
         models = request.app.state.quire.models
         async with models.using(models.find(body.model, strict=False)) as llm:
             bias = await in_thread(_bias, llm, body.logit_bias)
     beginning = begin_completion(
-        request, body.as_completion(bias), lambda llm, _, behind: _prompts(llm, body.prompt, behind)
+        request, body.as_completion(bias), lambda llm, _, behind: read(llm, behind)
     )
     if body.stream:
         return await turns.stream(request, beginning, lambda turn: _events(turn, body), _refused)
@@ -105,40 +142,6 @@ async def completion(request: Request) -> Response:
     if body.response_fields:
         made = [_only(one, body.response_fields) for one in made]
     return as_json(made[0] if len(made) == 1 else made)
-
-
-def _prompts(llm: LLM, given: Any, behind: int) -> list[list[int]]:
-    """Token ids of all prompts; ids and texts side by side are one."""
-    several = given if isinstance(given, list) and not _is_one(given) else [given]
-    if not 1 <= len(several) <= MOST_PROMPTS:
-        raise ApiError(400, f"prompt is 1 to {MOST_PROMPTS} prompts", param="prompt")
-    return [_prompt(llm, one, behind) for one in several]
-
-
-def _is_one(given: list[Any]) -> bool:
-    return any(isinstance(part, int) for part in given)
-
-
-def _prompt(llm: LLM, given: Any, behind: int) -> list[int]:
-    match given:
-        case str(text):
-            return llm.tokens_of(text, behind)
-        case {"prompt_string": str(text), **rest} if not rest.get("multimodal_data"):
-            return llm.tokens_of(text, behind)
-        case list(parts):
-            ids: list[int] = []
-            for part in parts:
-                if isinstance(part, str):
-                    ids += llm.tokens_of(part, behind + len(ids))
-                elif isinstance(part, int):
-                    ids += check_ids(llm, [part])
-                else:
-                    raise ApiError(400, "a prompt is of texts and token ids", param="prompt")
-            return ids
-    raise ApiError(
-        400, "prompt is a text, token ids, {'prompt_string': text}, or a list of those; this model "
-        "reads text only", param="prompt",
-    )  # fmt: skip
 
 
 def _only(made: dict[str, Any], fields: list[str]) -> dict[str, Any]:
@@ -201,7 +204,7 @@ def _end(run: Run, body: LlamaBody, at: int, text: str, tokens: list[int]) -> di
         "tokens_predicted": len(job.token_ids), "tokens_evaluated": job.prompt_tokens,
         "tokens_cached": job.sequence.cached, "prompt": llm.decode(run.ask.prompts[at]),
         "truncated": False, "has_new_line": "\n" in text,
-        "stop_type": kind, "stopping_word": word or "", "generation_settings": _settings(run),
+        "stop_type": kind, "stopping_word": word or "", "generation_settings": settings_of(run),
         "timings": run.timings(), "memory": run.memory(),
     }  # fmt: skip
 
@@ -211,45 +214,3 @@ def _probabilities(run: Run, logprobs: list[TokenLogprob]) -> dict[str, Any]:
     if run.ask.sampling.logprobs is None:
         return {}
     return {"completion_probabilities": with_ids(run.ask.model.llm.tokenizer, logprobs)}
-
-
-def _settings(run: Run) -> dict[str, Any]:
-    chosen = run.ask.sampling
-    return {
-        "n_predict": chosen.max_tokens, "seed": chosen.seed, "temperature": chosen.temperature,
-        "top_k": chosen.top_k, "top_p": chosen.top_p, "min_p": chosen.min_p,
-        "repeat_penalty": chosen.repetition_penalty, "stop": list(run.ask.stop),
-    }  # fmt: skip
-
-
-async def props(request: Request) -> Response:
-    """What the server is set to."""
-    state: State = request.app.state.quire
-    model = state.models.find(request.query_params.get("model"))
-    async with state.models.using(model) as llm:
-        tokenizer = llm.tokenizer
-        return as_json({
-            "default_generation_settings": {"n_ctx": llm.n_ctx, "params": {}},
-            "total_slots": state.settings.max_running, "model_alias": model.name,
-            "model_path": model.name, "chat_template": tokenizer.chat_template or "",
-            "bos_token": tokenizer.token_text(tokenizer.bos),
-            "eos_token": tokenizer.token_text(tokenizer.eos),
-            "modalities": {"vision": False, "audio": False},
-            "build_info": f"quire-{quire.__version__}", "is_sleeping": False,
-        })  # fmt: skip
-
-
-async def slots(request: Request) -> Response:
-    """Requests under way, each as the slot that llama.cpp would have for it."""
-    state: State = request.app.state.quire
-    told: list[dict[str, Any]] = []
-    for run in state.runs:
-        for job in run.jobs:
-            told.append({
-                "id": len(told), "id_task": len(told), "n_ctx": run.ask.model.llm.n_ctx,
-                "is_processing": not job.done, "params": _settings(run),
-                "prompt_tokens": job.prompt_tokens, "next_token": {"n_decoded": len(job.token_ids)},
-            })  # fmt: skip
-    while len(told) < state.settings.max_running:
-        told.append({"id": len(told), "is_processing": False})
-    return as_json(told)

@@ -121,12 +121,13 @@ async def generate(request: Request) -> Response:
     """Continues a prompt, or answers it as the first message of a conversation."""
     body = await read_as(request, GenerateBody, KINDS)
     model = served(request, body.model)
-    if body.images or body.suffix:
-        raise ApiError(400, "images and suffix are not supported; leave them out")
+    if body.images:
+        raise ApiError(400, "images are not supported; leave them out")
     if not body.prompt:
         return await _loaded(request, model, {"response": ""})
-    if body.raw:
-        beginning = begin_completion(request, _typed(CompletionBody, body, prompt=body.prompt))
+    if body.raw or body.suffix:
+        plain = _typed(CompletionBody, body, prompt=body.prompt, suffix=body.suffix)
+        beginning = begin_completion(request, plain)
     else:
         system = [{"role": "system", "content": body.system}] if body.system else []
         messages = [*system, {"role": "user", "content": body.prompt}]

@@ -9,8 +9,10 @@ from starlette.routing import Route
 
 from quire.server import (
     anthropic_routes,
+    chat_routes,
     embedding_routes,
     live,
+    llamacpp_about,
     llamacpp_routes,
     metrics,
     ollama_about,
@@ -24,6 +26,9 @@ _POSTS: dict[str, tuple[Handler, type[msgspec.Struct]]] = {
     "/embeddings": (embedding_routes.embeddings, embedding_routes.EmbeddingsBody),
     "/v1/responses": (responses_routes.responses, responses_routes.ResponsesBody),
     "/responses": (responses_routes.responses, responses_routes.ResponsesBody),
+    "/v1/responses/input_tokens": (responses_routes.input_tokens, responses_routes.ResponsesBody),
+    "/v1/chat/completions/input_tokens": (chat_routes.input_tokens, chat_routes.ChatBody),
+    "/chat/completions/input_tokens": (chat_routes.input_tokens, chat_routes.ChatBody),
     "/v1/messages": (anthropic_routes.messages, anthropic_routes.MessagesBody),
     "/v1/messages/count_tokens": (anthropic_routes.count_tokens, anthropic_routes.MessagesBody),
     "/api/generate": (ollama_routes.generate, ollama_routes.GenerateBody),
@@ -32,6 +37,7 @@ _POSTS: dict[str, tuple[Handler, type[msgspec.Struct]]] = {
     "/api/embed": (embedding_routes.embed, embedding_routes.EmbedBody),
     "/api/embeddings": (embedding_routes.embed, embedding_routes.EmbedBody),
     "/completion": (llamacpp_routes.completion, llamacpp_routes.LlamaBody),
+    "/infill": (llamacpp_routes.infill, llamacpp_routes.InfillBody),
 }
 _GETS: dict[str, Handler] = {
     "/metrics": metrics.metrics,
@@ -39,8 +45,8 @@ _GETS: dict[str, Handler] = {
     "/api/tags": ollama_about.tags,
     "/api/ps": ollama_about.loaded,
     "/api/version": ollama_about.version,
-    "/props": llamacpp_routes.props,
-    "/slots": llamacpp_routes.slots,
+    "/props": llamacpp_about.props,
+    "/slots": llamacpp_about.slots,
 }
 OTHER_BODIES = {("POST", path): body for path, (_, body) in _POSTS.items()}
 """What they read."""

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.server import turn as turns
-from quire.server.chat_routes import ChatBody, begin_chat
+from quire.server.chat_routes import ChatBody, begin_chat, counted
 from quire.server.errors import ApiError
 from quire.server.responses_stream import ResponseWriter, refused
 from quire.server.turn import Turn
@@ -91,6 +91,12 @@ async def responses(request: Request) -> Response:
     if chat.streams:
         return await turns.stream(request, beginning, lambda turn: writer(turn).events(), refused)
     return as_json(await turns.finish(request, beginning, lambda turn: writer(turn).whole()))
+
+
+async def input_tokens(request: Request) -> Response:
+    """How many tokens a conversation has, without answering it."""
+    chat = (await read_as(request, ResponsesBody)).as_chat()
+    return as_json({"object": "response.input_tokens", **await counted(request, chat)})
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from quire.text.cuts import BEFORE_MARKS, harmless_cuts, pieces
 from quire.text.hf_decoder import Metaspace
 from quire.text.hf_file import TokenizerFile, read_tokenizer
 from quire.text.pretokenize import WordSplitter
-from quire.text.vocab import END_TEXTS, byte_of
+from quire.text.vocab import END_TEXTS, FILL_ROLES, byte_of
 from quire.weights.folder import read_beside
 
 
@@ -49,6 +49,7 @@ class HFEncoder:
             )
         self.bos = ids.get(_token(settings.get("bos_token")))
         self.eos = ids.get(_token(settings.get("eos_token")))
+        self.fill: Mapping[str, int] = self._fill(ids)
         self.eog_ids = self._ends(folder, ids)
         self.add_bos = self.bos is not None and file.before[:1] == [self.bos]
         framed = file.before + file.behind
@@ -126,8 +127,20 @@ class HFEncoder:
         """Whether a token is one of control."""
         return self._specials.get(id, False)
 
+    def _fill(self, ids: dict[str, int]) -> dict[str, int]:
+        """Tokens that a gap to be filled is described with."""
+        found: dict[str, int] = {}
+        for roles, _, texts in FILL_ROLES:
+            for text in texts:
+                if ids.get(text) in self._specials:
+                    found.setdefault(roles[0], ids[text])
+        return found
+
     def _ends(self, folder: Path, ids: dict[str, int]) -> frozenset[int]:
         ends = {ids[text] for text in END_TEXTS if text in ids and ids[text] in self._specials}
+        ends |= {
+            self.fill[roles[0]] for roles, end, _ in FILL_ROLES if end and roles[0] in self.fill
+        }
         if self.eos is not None:
             ends.add(self.eos)
         for name in ("config.json", "generation_config.json"):

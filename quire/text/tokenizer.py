@@ -34,6 +34,7 @@ class Encoder(Protocol):
     add_eos: bool
     space_prefix: bool
     chat_template: str | None
+    fill: Mapping[str, int]
 
     @property
     def longest(self) -> int:
@@ -55,8 +56,8 @@ class Encoder(Protocol):
 class Tokenizer:
     """A vocabulary: from a .gguf file, with or without weights, or a folder with tokenizer.json.
 
-    `eog_ids` are the tokens that end a generation. With `space_prefix`, a space is put before text
-    at the start and after special tokens, and taken away again when decoding from the start.
+    `eog_ids` end a generation, `fill` describe a gap. With `space_prefix`, a space is put before
+    text at the start and after special tokens, and taken away when decoding from the start.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -94,6 +95,7 @@ class Tokenizer:
         self.add_eos = encoder.add_eos
         self.space_prefix = encoder.space_prefix
         self.chat_template = encoder.chat_template
+        self.fill = encoder.fill
 
     def encode(
         self, text: str, add_special: bool = True, parse_special: bool = True, *,
@@ -195,6 +197,7 @@ class GGUFEncoder:
         self.bos = vocab.bos
         self.eos = vocab.eos
         self.eog_ids = vocab.ends
+        self.fill = vocab.fill
         self.add_bos, self.add_eos = _additions(metadata, vocab, variant)
         self.space_prefix = variant is None and flag(metadata, "add_space_prefix", name, True)
         template = metadata.get("tokenizer.chat_template")
@@ -292,13 +295,10 @@ def _special_tokens(vocab: Vocab, metadata: Mapping[str, Any]) -> list[SpecialTo
     is_jina = metadata.get("tokenizer.ggml.pre") in ("jina-v2-de", "jina-v2-es", "jina-v2-code")
     is_phi3 = not is_jina and ("phi-3" in model or "phi3" in model)
     mask = "<mask>" if is_jina else "[MASK]" if "modern-bert" in model and not is_phi3 else None
+    tight, always = ("<unk>", "<s>", "<|endoftext|>"), Kind.USER_DEFINED
     return [
         SpecialToken(
-            id,
-            text,
-            always=vocab.kinds[id] == Kind.USER_DEFINED,
-            lstrip=text == mask,
-            rstrip=is_phi3 and text not in ("<unk>", "<s>", "<|endoftext|>"),
+            id, text, vocab.kinds[id] == always, text == mask, is_phi3 and text not in tight
         )
         for id in vocab.of_kind(Kind.CONTROL, Kind.USER_DEFINED, Kind.UNKNOWN)
         if (text := vocab.texts[id])

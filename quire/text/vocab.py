@@ -26,7 +26,7 @@ END_TEXTS = (
 )  # fmt: skip
 # Roles in filling a gap: what the file calls them, whether they end a generation, and the texts
 # of which the first in the vocabulary has the role where the file names none.
-_FILL_ROLES = (
+FILL_ROLES = (
     (("fim_pad",), True, ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]")),
     (("fim_rep",), True,
      ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>")),
@@ -69,6 +69,8 @@ class Vocab:
     eos: int | None
     unknown: int | None
     ends: frozenset[int]
+    fill: Mapping[str, int]
+    """The tokens that a gap to be filled is described with, by the first names of their roles."""
 
     def of_kind(self, *kinds: Kind) -> list[int]:
         """The ids of all tokens of these kinds."""
@@ -88,7 +90,7 @@ def read_vocab(metadata: Mapping[str, Any], name: str, defaults: Mapping[str, in
         id = _role(metadata, role, len(texts), name)
         if id is not None:
             roles[role] = id
-    ends = _ends(metadata, ids, kinds, name)
+    ends, fill = _ends(metadata, ids, kinds, name)
     ends.update(roles[role] for role in ("eos", "eot", "eom") if role in roles)
     _except_shown(ends, texts, ids, kinds)
     return Vocab(
@@ -100,6 +102,7 @@ def read_vocab(metadata: Mapping[str, Any], name: str, defaults: Mapping[str, in
         eos=roles.get("eos"),
         unknown=roles.get("unknown"),
         ends=frozenset(ends),
+        fill=fill,
     )
 
 
@@ -213,21 +216,23 @@ def _role(metadata: Mapping[str, Any], role: str, count: int, name: str) -> int 
 
 def _ends(
     metadata: Mapping[str, Any], ids: dict[str, int], kinds: bytearray, name: str
-) -> set[int]:
-    """Ends of generation by their text; whatever is found by its text is a control token."""
+) -> tuple[set[int], dict[str, int]]:
+    """Ends of generation, and what fills gaps; what is found by its text is a control token."""
     ends = {ids[text] for text in END_TEXTS if text in ids}
-    by_text = set(ends)
-    for roles, is_end, texts in _FILL_ROLES:
+    by_text, fill = set(ends), {}
+    for roles, is_end, texts in FILL_ROLES:
         named = [_role(metadata, role, len(kinds), name) for role in roles]
         found = [id for id in named if id is not None]
         if not found:
             found = [ids[text] for text in texts if text in ids][:1]
             by_text.update(found)
+        if found:
+            fill[roles[0]] = found[0]
         if is_end:
             ends.update(found)
     for id in by_text:
         kinds[id] = Kind.CONTROL
-    return ends
+    return ends, fill
 
 
 def _except_shown(ends: set[int], texts: list[str], ids: dict[str, int], kinds: bytearray) -> None:

@@ -227,3 +227,29 @@ def test_whoever_leaves_a_stream_gives_its_pages_back(rig: Rig, path: str) -> No
     with rig.http.stream("POST", path, json=body) as answer:
         next(answer.iter_lines())
     assert rig.pages() == 0
+
+
+def test_tokens_of_a_conversation_are_counted(rig: Rig) -> None:
+    read = rig.chat(ASK)["usage"]["prompt_tokens"]
+    for path in ("/v1/chat/completions", "/chat/completions"):
+        told = rig.post(f"{path}/input_tokens", messages=turns(ASK))
+        assert told == {"object": "chat.completion.input_tokens", "input_tokens": read}
+    told = rig.post("/v1/responses/input_tokens", input=ASK)
+    assert told == {"object": "response.input_tokens", "input_tokens": read}
+    rig.refused(400, "/v1/chat/completions/input_tokens", messages=[])
+    rig.refused(404, "/v1/responses/input_tokens", input=ASK, model="no-such-model")
+
+
+def test_vectors_of_texts_and_ids_in_turn(rig: Rig) -> None:
+    def vectors(given: Any) -> Any:
+        return [one["embedding"] for one in rig.post("/v1/embeddings", input=given)["data"]]
+
+    ids = rig.llm.encode("the sea")
+    (wanted,) = vectors("the sea")
+    parts = {"content": [{"type": "text", "text": "the "}, {"type": "text", "text": "sea"}]}
+    for given in (ids, [*ids[:1], *ids[1:]], parts, {"prompt_string": "the sea"}):
+        assert vectors(given) == [wanted]
+    assert vectors(["the sea", ids, parts]) == [wanted] * 3
+    assert vectors([*ids, " and on"]) == vectors([ids + rig.llm.encode(" and on", False)])
+    for wrong in ({"content": "a"}, {"content": []}, {"content": [{"type": "image_url"}]}, [None]):
+        rig.refused(400, "/v1/embeddings", input=wrong)
