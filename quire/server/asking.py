@@ -49,6 +49,8 @@ class Common(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     priority: int | None = None
     session_id: str | None = None
+    return_progress: bool | None = None
+    timings_per_token: bool | None = None
 
     @property
     def choices(self) -> int:

@@ -17,6 +17,7 @@ from quire.server.asking import Common, in_thread
 from quire.server.conversation import Spoken, chat_prompt, spoken
 from quire.server.errors import ApiError
 from quire.server.logprobs import chat_form
+from quire.server.progress import Watched
 from quire.server.run import Ask
 from quire.server.session import ServedSession
 from quire.server.state import State
@@ -144,7 +145,10 @@ class _Answer:
         calls: dict[int, int] = {}  # how many each choice has made
         head = self._head("chat.completion.chunk")
         usage = {"usage": None} if self._body.wants_usage else {}
+        watched = Watched(self._run, self._body.return_progress, self._body.timings_per_token)
         try:
+            async for progress in watched.prompt():
+                yield event({**head, "choices": [_choice(0, {}, None, None)], **usage, **progress})
             async for part in spoken(self._run, self._one_call):
                 if part.choice not in calls:
                     calls[part.choice] = 0
@@ -154,7 +158,7 @@ class _Answer:
                     delta = _delta(part.answer, calls[part.choice])
                     calls[part.choice] += len(part.answer.tool_calls)
                     choice = _choice(part.choice, delta, self._logprobs(part.logprobs), None)
-                    yield event({**head, "choices": [choice], **usage})
+                    yield event({**head, "choices": [choice], **usage, **watched.token()})
                 if part.finish_reason:
                     going -= 1
                     end = self._end(usage=False) if not going and not usage else {}

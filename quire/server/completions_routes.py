@@ -15,6 +15,7 @@ from quire.server import turn as turns
 from quire.server.asking import Common, check_ids, in_thread
 from quire.server.errors import ApiError
 from quire.server.logprobs import Legacy, chat_form, of_prompt
+from quire.server.progress import Watched
 from quire.server.prompts import MOST_PROMPTS
 from quire.server.run import Ask, Delta
 from quire.server.session import ServedSession
@@ -167,7 +168,10 @@ class _Answer:
         going = len(self._run.jobs)
         fresh = set(range(going))
         usage = {"usage": None} if self._body.wants_usage else {}
+        watched = Watched(self._run, self._body.return_progress, self._body.timings_per_token)
         try:
+            async for progress in watched.prompt():
+                yield event({**self._head, "choices": [], **usage, **progress})
             async for delta in self._run.deltas():
                 text, logprobs = delta.text, delta.logprobs
                 if delta.choice in fresh:
@@ -177,7 +181,8 @@ class _Answer:
                 going -= delta.finish_reason is not None
                 choice = self._choice(delta.choice, text, logprobs, delta.finish_reason)
                 end = self._end(usage=False) if not going and not usage else {}
-                yield event({**self._head, "choices": [choice], **usage, **end})
+                told = {"choices": [choice], **usage, **watched.token(), **end}
+                yield event({**self._head, **told})
             if self._body.wants_usage:
                 yield event({**self._head, "choices": [], **self._end()})
         except Exception as error:

@@ -17,6 +17,7 @@ from quire.server.dialect import stopped_by
 from quire.server.errors import ApiError
 from quire.server.llamacpp_about import settings_of
 from quire.server.logprobs import with_ids
+from quire.server.progress import Watched
 from quire.server.prompts import prompts_of
 from quire.server.run import Delta, Run
 from quire.server.turn import Turn
@@ -51,6 +52,8 @@ class LlamaBody(msgspec.Struct, kw_only=True):
     grammar: str | None = None
     stream: bool | None = None
     return_tokens: bool | None = None
+    return_progress: bool | None = None
+    timings_per_token: bool | None = None
     session_id: str | None = None
     cache_salt: str | None = None
 
@@ -171,7 +174,10 @@ async def _whole(run: Run, body: LlamaBody) -> list[dict[str, Any]]:
 
 async def _events(turn: Turn, body: LlamaBody) -> AsyncGenerator[bytes, None]:
     run = turn.run
+    watched = Watched(run, body.return_progress, body.timings_per_token)
     try:
+        async for progress in watched.prompt():
+            yield event({"index": 0, "content": "", "tokens": [], "stop": False, **progress})
         async for delta in run.deltas():
             at, job = delta.choice, run.jobs[delta.choice]
             if delta.text or not delta.finish_reason:
@@ -179,7 +185,7 @@ async def _events(turn: Turn, body: LlamaBody) -> AsyncGenerator[bytes, None]:
                     "index": at, "content": delta.text, "tokens": delta.token_ids, "stop": False,
                     "id_slot": -1, "tokens_predicted": len(job.token_ids),
                     "tokens_evaluated": job.prompt_tokens,
-                    **_probabilities(run, delta.logprobs),
+                    **_probabilities(run, delta.logprobs), **watched.token(),
                 })  # fmt: skip
             if delta.finish_reason:
                 yield event(_end(run, body, at, "", []))

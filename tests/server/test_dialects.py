@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -253,3 +254,22 @@ def test_vectors_of_texts_and_ids_in_turn(rig: Rig) -> None:
     assert vectors([*ids, " and on"]) == vectors([ids + rig.llm.encode(" and on", False)])
     for wrong in ({"content": "a"}, {"content": []}, {"content": [{"type": "image_url"}]}, [None]):
         rig.refused(400, "/v1/embeddings", input=wrong)
+
+
+@pytest.mark.parametrize("path", ["/completion", "/v1/completions", "/v1/chat/completions"])
+def test_the_progress_of_a_prompt_and_the_speed_of_an_answer(rig: Rig, path: str) -> None:
+    rig.llm.forget()
+    asked: dict[str, Any] = {"prompt": ASK * 20, "messages": turns(ASK * 20)}
+    asked.pop("messages" if "chat" not in path else "prompt")
+    more = {"max_tokens": 4, "return_progress": True, "timings_per_token": True, "temperature": 0}
+    events = [one for one in rig.events(path, **asked, **more) if one != "[DONE]"]
+    told = [one["prompt_progress"] for one in events if "prompt_progress" in one]
+    total = told[0]["total"]
+    assert told[0]["processed"] == told[0]["cache"] and told[-1]["processed"] == total
+    assert total == events[-1]["timings"]["prompt_n"] + events[-1]["timings"]["cache_n"]
+    assert all(a["processed"] < b["processed"] for a, b in pairwise(told))
+    behind = events[len(told) :]
+    assert not any("prompt_progress" in one for one in behind)
+    assert sum("timings" in one for one in behind) >= 2
+    plain = rig.events(path, **asked, max_tokens=4, temperature=0)
+    assert not any("prompt_progress" in one for one in plain if one != "[DONE]")

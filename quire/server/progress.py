@@ -1,0 +1,48 @@
+"""What llama.cpp's clients may watch of an answer: how far its prompt is, and how fast it comes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from quire.server.run import Run
+
+_EVERY_S = 0.1
+
+
+class Watched:
+    """Both, where a client has asked for them: `return_progress` and `timings_per_token`."""
+
+    def __init__(self, run: Run, progress: bool | None, timings: bool | None) -> None:
+        self._run = run
+        self._progress = bool(progress)
+        self._timings = bool(timings)
+
+    async def prompt(self) -> AsyncIterator[dict[str, Any]]:
+        """How many tokens of the prompts are computed, until answers begin."""
+        if not self._progress:
+            return
+        jobs = self._run.firsts
+        total = sum(job.prompt_tokens for job in jobs)
+        cached = processed = sum(job.sequence.cached for job in jobs)
+        started = min(job.started for job in jobs)
+        told = -1
+        while told < total:
+            if processed > told:
+                told = processed
+                ms = (time.perf_counter() - started) * 1e3
+                yield {"prompt_progress": {
+                    "total": total, "cache": cached, "processed": told, "time_ms": ms,
+                }}  # fmt: skip
+                continue
+            if any(job.done or job.token_ids for job in jobs):
+                processed = total
+                continue
+            await asyncio.sleep(_EVERY_S)
+            processed = sum(min(job.sequence.computed, job.prompt_tokens) for job in jobs)
+
+    def token(self) -> dict[str, Any]:
+        """What is told with each piece of an answer."""
+        return {"timings": self._run.timings()} if self._timings else {}
