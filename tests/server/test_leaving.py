@@ -174,6 +174,8 @@ async def abort(http: httpx.AsyncClient, random: random.Random) -> None:
         body |= {"echo": True, "logprobs": 1, "max_tokens": random.choice([0, 8]), "n": 1}
     elif kind < 0.6:
         path, body, more = "/v1/embeddings", {}, {"input": [tokens] * 3}  # type: ignore[dict-item]
+    elif kind < 0.7:
+        path, body, more = "/v1/sessions", {"open": "kept", "ttl_s": 0.2}, {}
     with suppress(TimeoutError, httpx.HTTPError):
         await asyncio.wait_for(read(http, path, {**body, **more}), random.expovariate(8))
 
@@ -203,6 +205,9 @@ def check_aborts(folder: Path, count: int) -> None:
     load = {"kv_cache_tokens": 2100, "swap_space": "64MiB"}
     with serving(folder, max_running=6, max_queue=8, load=load) as rig:
         wanted = rig.complete("It was a dark night", 24)["choices"]
+        rig.post("/v1/sessions", id="kept", prompt=[300 + i % 50 for i in range(700)])
+        rig.post("/v1/sessions/kept/save")
+        rig.http.delete("/v1/sessions/kept")
         asyncio.run(abort_all(rig.url, count // 5, seed=1))
         rig.idle()
         before = process_memory()
