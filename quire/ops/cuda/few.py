@@ -43,8 +43,9 @@ def _room(w: Segment, name: str, columns: int, stages: int) -> int:
     """Shared memory of a block of few.cu."""
     buffers = 4 if name == "few_gated" else 2
     fixed = buffers * _WARPS * TILE * columns * 4 + columns * (-(-w.cols // UNIT) * UNIT + 8) * 2
+    each = 2 if w.format.bits or name == "few_gated" else 1  # units of a step
     unit = w.format.unit_bytes if w.format.bits else TILE * UNIT * 2
-    return _WARPS * stages * unit + fixed
+    return _WARPS * -(-stages // each) * each * unit + fixed
 
 
 def _fitting(

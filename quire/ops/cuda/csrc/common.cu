@@ -141,9 +141,9 @@ __device__ __noinline__ float4 activate4(int act, float4 gate, float4 up) {
 
 // ---- rows: norm, scale ----------------------------------------------------------------------
 
+// Over all threads of a block; `room` is free again behind the next barrier.
 __device__ __forceinline__ float block_sum(float v, float* room) {
   for (int o = 16; o; o >>= 1) v = __fadd_rn(v, __shfl_xor_sync(~0u, v, o));
-  __syncthreads();
   if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = v;
   __syncthreads();
   v = room[0];
@@ -151,9 +151,8 @@ __device__ __forceinline__ float block_sum(float v, float* room) {
   return v;
 }
 
-__device__ __forceinline__ float block_max(float v, float* room) {
-  for (int o = 16; o; o >>= 1) v = fmaxf(v, __shfl_xor_sync(~0u, v, o));
-  __syncthreads();
+__device__ __forceinline__ float block_max(float v, float* room) {  // of numbers that are not negative
+  v = __int_as_float(__reduce_max_sync(~0u, __float_as_int(v)));
   if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = v;
   __syncthreads();
   v = room[0];
@@ -220,8 +219,10 @@ template <int KEEP, bool WHOLE = false> struct NormWeights {
 // Hands each four columns of a row to `put(column, values)`: normed where there are weights, and with
 // SCALED times the power of two that brings the largest into [1024, 2048), so that no float16
 // overflows. Returns what undoes the scale. KEEP steps of 1,024 columns are read only once, others `again`.
+// Between two rows of a block there must be a barrier.
 template <bool SCALED, int KEEP, bool WHOLE, class Source, class Put>
-__device__ __forceinline__ float stage(const Source& row, const NormWeights<KEEP, WHOLE>& norm, float eps, float* room, Put put) {
+__device__ __forceinline__ float stage(const Source& row, const NormWeights<KEEP, WHOLE>& norm, float eps, Put put) {
+  __shared__ float room[2][THREADS / 32];
   float4 v[KEEP];
   const int first = threadIdx.x * 4, step = THREADS * 4, kept = KEEP * step;
 #pragma unroll
@@ -232,7 +233,7 @@ __device__ __forceinline__ float stage(const Source& row, const NormWeights<KEEP
 #pragma unroll
     for (int j = 0; j < KEEP; ++j) sum = add_squares(sum, v[j]);
     for (int c = kept + first; c < row.cols; c += step) sum = add_squares(sum, row.again(c));
-    float mean = __fdiv_rn(block_sum(sum, room), (float)row.cols);
+    float mean = __fdiv_rn(block_sum(sum, room[0]), (float)row.cols);
     inverse = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(mean, eps)));
 #pragma unroll
     for (int j = 0; j < KEEP; ++j) v[j] = normed(v[j], inverse, norm.kept[j]);
@@ -247,7 +248,7 @@ __device__ __forceinline__ float stage(const Source& row, const NormWeights<KEEP
 #pragma unroll
     for (int j = 0; j < KEEP; ++j) most = largest(most, v[j]);
     for (int c = kept + first; c < row.cols; c += step) most = largest(most, later(c));
-    int exponent = __float_as_int(block_max(most, room)) >> 23;
+    int exponent = __float_as_int(block_max(most, room[1])) >> 23;
     exponent = min(max(exponent, 11), 254);
     scale = __int_as_float((264 - exponent) << 23);
     undo = __int_as_float((exponent - 10) << 23);

@@ -95,7 +95,6 @@ struct JoinedRow {
 
 template <class T, bool FINE, class Source>
 __device__ __forceinline__ void prepare_row(const PrepareArgs& a, const Source& row) {
-  __shared__ float room[THREADS / 32];
   u16* out = (u16*)a.out + (u64)blockIdx.x * a.cols;
   u16* rest = out + (u64)a.n * a.cols;
   const int cols = a.cols;
@@ -118,7 +117,7 @@ __device__ __forceinline__ void prepare_row(const PrepareArgs& a, const Source& 
       }
     }
   };
-  float undo = stage<T::scaled>(row, norm, a.eps, room, put);
+  float undo = stage<T::scaled>(row, norm, a.eps, put);
   if (T::scaled && threadIdx.x == 0) a.undo[blockIdx.x] = undo;
 }
 
@@ -144,12 +143,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) prepare_bfloat(const __gri
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) prepare_float(const __grid_constant__ PrepareArgs a) {
-  __shared__ float room[THREADS / 32];
   let_next_start();
   float* out = (float*)a.out + (u64)blockIdx.x * a.cols;
   const int cols = a.cols;
   NormWeights<KEPT> norm(a.norm, cols);
   wait_for_previous();
   const Row row{a.x + blockIdx.x * a.x_stride, cols, a.act};
-  stage<false>(row, norm, a.eps, room, [&](int c, float4 v) { store4(out, c, cols, v); });
+  stage<false>(row, norm, a.eps, [&](int c, float4 v) { store4(out, c, cols, v); });
 }

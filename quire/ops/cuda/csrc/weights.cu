@@ -18,6 +18,19 @@ __device__ __forceinline__ u32 mul2(u32 a, u32 b) {
   return d;
 }
 
+// The lower or the upper half of a word, twice: an instruction that takes halves reads it as it is.
+__device__ __forceinline__ u32 low_twice(u32 word) {
+  u32 d;
+  asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {l, l};}" : "=r"(d) : "r"(word));
+  return d;
+}
+
+__device__ __forceinline__ u32 high_twice(u32 word) {
+  u32 d;
+  asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {h, h};}" : "=r"(d) : "r"(word));
+  return d;
+}
+
 template <u32 MASK> __device__ __forceinline__ u32 masked_1024(u32 word) {  // (word & MASK) | 1024.0 twice
   u32 d;
   asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(d) : "r"(word), "n"(MASK), "n"(0x64006400));
@@ -36,6 +49,7 @@ template <int BITS, int GROUP, int MINIMUM> struct Quantised {
 
   // Where a lane's part of a tile's unit lies; the next unit is `step` bytes further.
   static constexpr int step = bytes;
+  static __device__ __forceinline__ u64 tile_bytes(int cols) { return (u64)((cols + UNIT - 1) / UNIT) * bytes; }
   static __device__ __forceinline__ const u8* find(const u8* w, u64 tile, int cols, int unit, int lane) {
     return w + (tile * ((cols + UNIT - 1) / UNIT) + unit) * bytes + lane * 16;
   }
@@ -45,6 +59,14 @@ template <int BITS, int GROUP, int MINIMUM> struct Quantised {
 #pragma unroll
     for (int at = 0; at < bytes; at += 512)
       if (at + 512 <= bytes || lane * 16 < bytes - at) copy16(to + at + lane * 16, from + at);
+  }
+
+  // One unit or two neighbours.
+  static __device__ __forceinline__ void copy_two(u32 to, const u8* from, bool both, int lane) {
+    const int end = (both ? 2 * bytes : bytes) - lane * 16;
+#pragma unroll
+    for (int at = 0; at < 2 * bytes; at += 512)
+      if (at < end) copy16(to + at + lane * 16, from + at);
   }
 
   // What a lane reads of a unit.
@@ -89,9 +111,9 @@ template <int BITS, int GROUP, int MINIMUM> struct Quantised {
     for (int i = 0; i < 4; ++i) {  // rows g and g+8 by turns
       const u32 both = raw.factors[MINIMUM ? group * 2 + i % 2 : group];
       if (MINIMUM)
-        a[i] = fma2(level[i], __byte_perm(both, both, 0x1010), __byte_perm(both, both, 0x3232));
+        a[i] = fma2(level[i], low_twice(both), high_twice(both));
       else
-        a[i] = mul2(level[i], __byte_perm(both, both, i % 2 ? 0x3232 : 0x1010));
+        a[i] = mul2(level[i], i % 2 ? high_twice(both) : low_twice(both));
     }
   }
 };
@@ -103,6 +125,7 @@ template <class T> struct Dense {
   static constexpr int bytes = 2048;
 
   static constexpr int step = UNIT * 2;
+  static __device__ __forceinline__ u64 tile_bytes(int cols) { return (u64)cols * 16 * 2; }
   static __device__ __forceinline__ const u8* find(const u8* w, u64 tile, int cols, int unit, int lane) {
     return w + ((tile * 16 + lane / 8) * cols + unit * UNIT + lane % 8 * 8) * 2;
   }
