@@ -61,7 +61,8 @@ class Case:
         n_kv = self.heads[1]
         part = n_kv * PAGE_TOKENS * kv_row_bytes(self.kind, self.dims)
         pages_each = -(-self.context // PAGE_TOKENS)
-        memory = np.zeros((pages_each * self.sequences, LAYERS * 2 * part), np.uint8)
+        # Written: pages that were not are all one page of zeros, which every cache holds.
+        memory = np.full((pages_each * self.sequences, LAYERS * 2 * part), 60, np.uint8)
         tables = np.random.default_rng(0).permutation(len(memory)).astype(np.int32)
         tables = tables.reshape(self.sequences, pages_each)
         position = np.arange(self.context - self.tokens, self.context, dtype=np.int32)

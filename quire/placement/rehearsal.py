@@ -155,9 +155,9 @@ class RehearsedOps:
     def linear_int16(self, x: Shape, w: MatrixShape, norm: Any, eps: float) -> Shape:
         out, k, n = Shape(self, x.shape[0], w.rows), self._kernels, x.shape[0]
         if k and w.quantized and not k.exact:
-            both = Shape(self, 2 * n, w.cols), Shape(self, 2 * n, w.rows)
+            rows = Shape(self, 2 * n, w.cols)
             self._panels(2 * n, w)
-            del both
+            del rows
         else:
             self._panels(n, w)
         return out

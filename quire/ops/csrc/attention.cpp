@@ -23,6 +23,7 @@ struct Segment {
     const void* keys[SEGMENT_BLOCKS];
     ValueBlock values[SEGMENT_BLOCKS];
     bool stage_keys, stage_values;
+    bool once;                                 // one token reads them
     int base;                                  // slot of key 0 (negative before the first page)
     int from, to;                              // keys that the tile sees
     uint16_t seen[TILE_ROWS][SEGMENT_BLOCKS];  // with holes: which of them each token sees
@@ -64,8 +65,9 @@ inline uint16_t seen_keys(const int32_t* slot_positions, int position, int windo
 unsigned needed_keys(const AttendJob& job, const Tile& tile, Segment& g, int b) {
     const PageView& pages = *job.pages;
     int32_t at[BLOCK];
-    unsigned inside = 0, needed = 0;
-    for (int t = 0; t < BLOCK; t++) inside |= unsigned(b * BLOCK + t >= g.from && b * BLOCK + t < g.to) << t;
+    const int from = g.from - b * BLOCK, to = g.to - b * BLOCK;
+    const unsigned inside = (~0u << (from > 0 ? from : 0)) & ((1u << (to < BLOCK ? to : BLOCK)) - 1);
+    unsigned needed = 0;
     if (!pages.slot_positions) return inside;
     const int32_t* positions = pages.slot_positions + tile.seq * pages.max_slots + g.base + b * BLOCK;
     for (int t = 0; t < BLOCK; t++) at[t] = inside >> t & 1 ? positions[t] : -1;
@@ -100,6 +102,7 @@ void open_block(const AttendJob& job, const Tile& tile, int head, const Scratch&
     else g.keys[b] = block;
     if (g.stage_values) load_values(s.type_v, v_part, s.dv, pages.page_tokens, in_page, needed, values, s.dv_padded);
     else g.values[b] = value_block(s.type_v, v_part, s.dv, pages.page_tokens, in_page);
+    if (g.once && head + 1 < s.n_kv_heads) g.values[b].next = block + pages.page_tokens * row_bytes(s.type_k, s.dk);
 }
 
 void open_segment(const AttendJob& job, const Tile& tile, int head, int number, const Scratch& c, Segment& g) {
@@ -107,6 +110,7 @@ void open_segment(const AttendJob& job, const Tile& tile, int head, int number, 
     const bool holes = job.pages->slot_positions, many = tile.rows * s.group > ROWS;
     g.stage_keys = holes || (many && s.type_k >= COSTLY);
     g.stage_values = holes || (many && s.type_v >= COSTLY) || s.dv != s.dv_padded;
+    g.once = tile.rows == 1;
     g.base = number * SEGMENT - job.pages->phase[tile.seq];
     g.from = tile.begin > g.base ? tile.begin - g.base : 0;
     g.to = tile.end - g.base < SEGMENT ? tile.end - g.base : SEGMENT;
@@ -174,7 +178,8 @@ void attend_rows(const AttentionShape& s, const Segment& g, int n, const float* 
     }
     if (low >= high) return;
     const KvType type_k = g.stage_keys ? KvType::f32 : s.type_k, type_v = g.stage_values ? KvType::f32 : s.type_v;
-    scores_of[int(type_k)][n - 1](q, s.dk, g.keys, low / BLOCK, (high + BLOCK - 1) / BLOCK, scores);
+    const ValueBlock* fetched = g.once ? g.values : nullptr;
+    scores_of[int(type_k)][n - 1](q, s.dk, g.keys, fetched, low / BLOCK, (high + BLOCK - 1) / BLOCK, scores);
     for (int r = 0; r < n; r++) {
         if (from[r] >= to[r]) continue;
         float* sums = part + r * stride;

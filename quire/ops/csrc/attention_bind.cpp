@@ -4,6 +4,8 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
+
 #include "attention_spec.h"
 #include "bind.h"
 #include "pages.h"
@@ -66,7 +68,9 @@ Array attend_pages(Cpu& cpu, const Array& q, const AttentionShape& shape, Pages&
     };
     const int64_t count = int64_t(plan.items.size());
     const bool small = plan.scores * (shape.dk + shape.dv) < 200'000;  // not worth waking anybody
-    cpu.pool.parallel(count, small ? count : 1, work);
+    // The heads of a tile lie side by side in its pages: where there is enough for everybody, one thread has them all.
+    const bool many = count >= int64_t(8) * shape.n_kv_heads * cpu.pool.size();
+    cpu.pool.parallel(count, small ? count : many ? shape.n_kv_heads : 1, work);
     return out;
 }
 
@@ -84,7 +88,8 @@ Array attention(Cpu& cpu, Array& qkv, const AttentionSpec& spec, Pages& pages, c
     float* q = qkv.data;
     float* k = store ? q + q_cols : nullptr;
     float* v = store ? k + k_cols : nullptr;
-    cpu.pool.parallel(qkv.rows, BLOCK, [&](int64_t begin, int64_t end, int) {
+    const int64_t rows = std::clamp<int64_t>(qkv.rows / cpu.pool.size(), 4, BLOCK);
+    cpu.pool.parallel(qkv.rows, rows, [&](int64_t begin, int64_t end, int) {
         kernels.prepare(s, pages.view, view, q, k, v, qkv.cols, begin, end, k_offset, v_offset);
     });
     return attend_pages(cpu, qkv, s, pages, k_offset, v_offset);

@@ -9,10 +9,11 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
-// Where the value rows of a block begin, and their scales.
+// Where the value rows of a block begin, and their scales; and the keys that are read next, where that is known.
 struct ValueBlock {
     const void* rows;
     const uint16_t* scales;
+    const char* next = nullptr;
 };
 
 inline ValueBlock value_block(KvType type, const char* part, int dv, int page_tokens, int slot) {
@@ -21,26 +22,31 @@ inline ValueBlock value_block(KvType type, const char* part, int dv, int page_to
     return {part + slot * bytes, (const uint16_t*)(part + page_tokens * bytes) + slot * (dv / 32)};
 }
 
-// How values are stored, and after how many dims of a key another scale or nibble begins.
+// How values are stored: in how many bytes (about), and after how many dims of a key another scale or nibble begins.
 struct ReadF32 {
+    static constexpr int BYTES = 4;
     static constexpr int GROUP = 1 << 20;
     using T = float;
     static vf at(const T* p) { return load(p); }
 };
 struct ReadF16 {
+    static constexpr int BYTES = 2;
     static constexpr int GROUP = 1 << 20;
     using T = uint16_t;
     static vf at(const T* p) { return load_f16(p); }
 };
 struct ReadBF16 {
+    static constexpr int BYTES = 2;
     static constexpr int GROUP = 1 << 20;
     using T = uint16_t;
     static vf at(const T* p) { return load_bf16(p); }
 };
 struct ReadQ8 {
+    static constexpr int BYTES = 1;
     static constexpr int GROUP = 32;
 };
 struct ReadQ4 {
+    static constexpr int BYTES = 1;
     static constexpr int GROUP = 16;
 };
 

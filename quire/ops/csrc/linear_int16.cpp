@@ -1,5 +1,5 @@
 // A product whose activations keep 16 bits: each row is followed by what its int8 groups lose, the
-// pair is multiplied as two rows, and the two results are added. One reading of the weights serves
+// pair is multiplied as two rows whose results are added. One reading of the weights serves
 // both, so where that reading is the work (a few rows), the second row is nearly free.
 #include "linear_int16.h"
 
@@ -27,19 +27,16 @@ void residual(const float* x, int64_t cols, float* out) {
 void linear_int16(Cpu& cpu, const Array& x, const Matrix& w, const float* norm, float eps, Array& out) {
     const MatmulKernels& kernels = matmul_kernels(cpu.isa);
     const int64_t n = x.rows;
-    Array rows = cpu.array(2 * n, w.cols), both = cpu.array(2 * n, w.rows);
-    for (int64_t t = 0; t < n; t++) {
-        kernels.rms_norm(x.row(t), norm, eps, w.cols, rows.row(2 * t));
-        residual(rows.row(2 * t), w.cols, rows.row(2 * t + 1));
-    }
-    linear(cpu, rows, w, Linear{}, both);
-    cpu.pool.parallel(n, 1, [&](int64_t begin, int64_t end, int) {
+    Array rows = cpu.array(2 * n, w.cols);
+    cpu.pool.parallel(n, 4, [&](int64_t begin, int64_t end, int) {
         for (int64_t t = begin; t < end; t++) {
-            const float *coarse = both.row(2 * t), *rest = both.row(2 * t + 1);
-            float* sum = out.row(t);
-            for (int64_t r = 0; r < w.rows; r++) sum[r] = coarse[r] + rest[r];
+            kernels.rms_norm(x.row(t), norm, eps, w.cols, rows.row(2 * t));
+            residual(rows.row(2 * t), w.cols, rows.row(2 * t + 1));
         }
     });
+    Linear options;
+    options.pairs = true;
+    linear(cpu, rows, w, options, out);
 }
 
 }  // namespace quire

@@ -99,17 +99,20 @@ inline int64_t group_of(int64_t token, int64_t n, bool floats, int& size) {
 
 void finish(const Product& p, int64_t block, int64_t token, int tokens, const float* sums) {
     const int64_t row = block * LANES, rows = p.part.rows - row;
-    for (int t = 0; t < tokens; t++, sums += LANES) {
-        float* out = p.out + (token + t) * p.out_stride + row;
+    const int step = p.pairs ? 2 : 1;  // groups have even sizes then
+    for (int t = 0; t < tokens; t += step, sums += step * LANES) {
+        float* out = p.out + (token + t) / step * p.out_stride + row;
         if (rows >= LANES) {
             vf value = load(sums);
+            if (p.pairs) value = add(value, load(sums + LANES));
             if (p.bias) value = add(value, load(p.bias + row));
             if (p.add) value = add(load(out), value);
             store(out, value);
             continue;
         }
         for (int64_t r = 0; r < rows; r++) {
-            const float value = p.bias ? sums[r] + p.bias[row + r] : sums[r];
+            const float sum = p.pairs ? sums[r] + sums[LANES + r] : sums[r];
+            const float value = p.bias ? sum + p.bias[row + r] : sum;
             out[r] = p.add ? out[r] + value : value;
         }
     }

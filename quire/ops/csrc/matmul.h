@@ -24,6 +24,7 @@ struct Product {
     float* out;            // column of the part's first row, row 0
     int64_t out_stride;    // floats from one token to the next
     bool add;              // add to what is there
+    bool pairs = false;    // tokens come in pairs whose results are added: out has one row for both
 };
 
 enum class Act : uint8_t { none, silu_mul, gelu_mul };

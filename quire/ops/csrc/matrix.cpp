@@ -132,7 +132,8 @@ void linear(Cpu& cpu, const Array& x, const Matrix& w, const Linear& options, Ar
                               options.bias ? options.bias + part.first_row : nullptr,
                               out.data + part.first_row,
                               out.cols,
-                              options.add};
+                              options.add,
+                              options.pairs};
         if (floats && !is_dense(part.tile))
             kernels.multiply_exact(product, block, last, token, end, panels.rooms + thread * panels.room);
         else kernels.multiply(product, block, last, token, end);

@@ -40,6 +40,7 @@ struct Linear {
     const float* bias = nullptr;
     bool add = false;             // to what out holds
     bool exact = false;           // float32 activations, whatever the device's choice
+    bool pairs = false;           // rows of x come in pairs: out has one row for two, their sum
 };
 void linear(Cpu& cpu, const Array& x, const Matrix& w, const Linear& options, Array& out);
 

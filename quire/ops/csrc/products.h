@@ -11,10 +11,15 @@ namespace {
 
 constexpr int ROWS = 6;  // query rows that are computed together, at most
 
-// Scores of R queries with blocks [from, to) of a segment, N vectors of keys at a time.
+// Keys and values lie in pieces too short for a processor to see where it goes on. So where they are read once,
+// values are fetched while their keys are multiplied, and the next keys while values are.
+inline void fetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+
+// Scores of R queries with blocks [from, to) of a segment, N vectors of keys at a time. Their values, if given, are
+// fetched meanwhile.
 template <class T, int R, int N>
-void score(const float* q, int dk, const void* const* blocks, int from, int to, float* s) {
-    constexpr int STEP = N * LANES / BLOCK;
+void score(const float* q, int dk, const void* const* blocks, const ValueBlock* values, int from, int to, float* s) {
+    constexpr int STEP = N * LANES / BLOCK, BYTES = T::BYTES * BLOCK;
     for (; from + STEP <= to; from += STEP) {
         Keys<T> keys[N];
         vf sum[R][N];
@@ -31,6 +36,9 @@ void score(const float* q, int dk, const void* const* blocks, int from, int to, 
 #pragma GCC unroll 24
                 for (int n = 0; n < N; n++) key[n] = keys[n].at(d);
 #pragma GCC unroll 24
+                for (int n = 0; n < N && values; n++)
+                    fetch((const char*)values[from + n * LANES / BLOCK].rows + d * BYTES);
+#pragma GCC unroll 24
                 for (int r = 0; r < R; r++) {
                     const vf x = set1(q[r * dk + d]);
 #pragma GCC unroll 24
@@ -43,7 +51,7 @@ void score(const float* q, int dk, const void* const* blocks, int from, int to, 
         for (int i = 0; i < R * N; i++) store(out + i / N * SEGMENT + i % N * LANES, sum[i / N][i % N]);
     }
     if constexpr (STEP > 1)
-        if (from < to) score<T, R, N / 2>(q, dk, blocks, from, to, s);
+        if (from < to) score<T, R, N / 2>(q, dk, blocks, values, from, to, s);
 }
 
 // Adds the values of keys [from, to) weighted by p to R accumulators, N vectors of dims.
@@ -57,6 +65,8 @@ void weigh_dims(const float* p, const ValueBlock* blocks, int dims, int offset, 
     for (int j = from; j < to;) {
         const int stop = (j / BLOCK + 1) * BLOCK < to ? (j / BLOCK + 1) * BLOCK : to;
         Values<T> values(blocks[j / BLOCK], j % BLOCK, dims, offset);
+        if (const char* next = blocks[j / BLOCK].next)
+            for (int i = 0; i < N * LANES * BLOCK * T::BYTES; i += 64) fetch(next + offset * BLOCK * T::BYTES + i);
         for (; j < stop; j++, values.next()) {
             vf value[N];
 #pragma GCC unroll 24
@@ -80,7 +90,7 @@ void weigh(const float* p, const ValueBlock* blocks, int dims, int from, int to,
     for (; d < dims; d += LANES) weigh_dims<T, R, 1>(p, blocks, dims, d, from, to, out, out_stride);
 }
 
-using Score = void (*)(const float*, int, const void* const*, int, int, float*);
+using Score = void (*)(const float*, int, const void* const*, const ValueBlock*, int, int, float*);
 using Weigh = void (*)(const float*, const ValueBlock*, int, int, int, float*, int64_t);
 
 // For 1 to ROWS rows: enough chains in flight to hide the latency of a multiply-add, in the registers there are.
