@@ -1,18 +1,20 @@
 """How many tokens of prompts a step may have, by time: somebody may be reading.
 
 A step with a chunk of a prompt takes longer than one without. While sequences generate, such a
-step takes `reading_s` at most, or 2.5 times what it takes without if that is more, for many readers
-are slow by themselves; a chunk alone never takes more than `reading_s`. What readers lose to chunks
-they are owed: steps without chunks come in between, so that they keep a share of the speed they
-would have alone. A prompt's first tokens go ahead on credit, so that many who come at once are all
-answered soon; what comes behind them waits until nothing is owed. When nobody generates, `alone_s`
-bounds a step: whoever leaves or comes is noticed between steps.
+step takes `reading_s` at most, or 2.5 times what it takes without if that is more, for many
+readers are slow by themselves; a chunk alone never takes more than `reading_s`. While a crowd of
+prompts waits, that is twice as long: every step on the way adds what readers take to everybody's
+wait. What readers lose to chunks they are owed: steps without chunks come in between, so that they
+keep a share of the speed they would have alone. A prompt's first tokens go ahead on credit, so that
+many who come at once are all answered soon; what comes behind them waits until nothing is owed.
+When nobody generates, `alone_s` bounds a step: whoever leaves or comes is noticed between steps.
 """
 
 from __future__ import annotations
 
 _LEAST = 32  # tokens of a chunk, however slow: a prompt's wait is bounded
 _FIRST = 512  # tokens of a prompt that go ahead on credit
+_CROWD = 8  # prompts; while more wait, readers see longer pauses
 _CREDIT_S = 2.0  # seconds that readers may be owed before those wait too
 _SHARE = 0.5  # of their own speed that readers keep beside a long prompt
 _NEW = 0.3  # weight of the last step in what is known
@@ -33,17 +35,18 @@ class Pace:
         """Whether a prompt may have a chunk beside others that generate, by what it has had."""
         return self._owed_s <= (_CREDIT_S if computed < _FIRST else 0.0)
 
-    def prompt_tokens(self, going: int, most: int) -> int:
-        """Tokens of prompts that a step may have beside so many that generate."""
+    def prompt_tokens(self, going: int, most: int, waiting: int = 1) -> int:
+        """Tokens of so many prompts that a step may have beside so many that generate."""
         if not self._token_s:
             return min(most, _LEAST)  # nothing is known yet
-        seconds = self._chunk_s(going) if going else self.alone_s
+        seconds = self._chunk_s(going, waiting) if going else self.alone_s
         return max(min(int(seconds / self._token_s), most), min(_LEAST, most))
 
-    def _chunk_s(self, going: int) -> float:
+    def _chunk_s(self, going: int, waiting: int) -> float:
         """Seconds that a chunk may take beside those who generate."""
         decode_s = self._without(going)
-        return max(self.reading_s - decode_s, min(1.5 * decode_s, self.reading_s))
+        most_s = self.reading_s * (2 if waiting > _CROWD else 1)
+        return max(most_s - decode_s, min(1.5 * decode_s, most_s))
 
     def _without(self, going: int) -> float:
         """Seconds of a step without prompts; one who generates costs like two tokens of those."""

@@ -70,7 +70,7 @@ class Scheduler:
         room = self.max_tokens - len(entries)
         if prompts:
             prompts = self._let_in(prompts, len(going))
-            room = min(room, len(going) + self._prompt_room(len(going)))
+            room = min(room, len(going) + self._prompt_room(len(going), len(prompts)))
         for sequence in going + self.turns.in_order(prompts):
             if room <= 0:
                 break
@@ -91,10 +91,10 @@ class Scheduler:
             return prompts
         return [one for one in prompts if pace.lets(one.computed - one.cached)]
 
-    def _prompt_room(self, going: int) -> int:
-        """Tokens of prompts that a step may have beside so many that generate."""
+    def _prompt_room(self, going: int, waiting: int) -> int:
+        """Tokens of so many prompts that a step may have beside so many that generate."""
         most = max(self.max_tokens - going, 0)
-        return most if self.pace is None else self.pace.prompt_tokens(going, most)
+        return most if self.pace is None else self.pace.prompt_tokens(going, most, waiting)
 
     def took(self, plan: Plan, seconds: float) -> None:
         """A step took so long."""

@@ -68,6 +68,15 @@ def test_what_a_step_takes_is_known_for_other_numbers_of_readers() -> None:
     assert 60 <= tokens <= 140
 
 
+def test_while_a_crowd_waits_its_chunks_are_longer() -> None:
+    """All of them are answered sooner, and who reads meanwhile still sees pauses of 0.1 s at most."""
+    pace, decode_s, token_s = Pace(), 0.01, 5e-4
+    run(pace, 8, decode_s, token_s, 50)
+    steps = [decode_s + pace.prompt_tokens(8, 512, n) * token_s for n in (1, 8, 9, 40)]
+    assert steps[0] == steps[1] <= 0.055
+    assert 0.08 <= steps[2] == steps[3] <= 0.105
+
+
 def test_alone_a_prompt_is_computed_in_large_chunks() -> None:
     taken = run(Pace(), 0, 0.0, 1e-3, 50)[20:]
     assert all(200 <= tokens <= 260 for tokens, _ in taken)
