@@ -175,7 +175,8 @@ class Sessions:
 
     async def close(self, session: ServedSession) -> None:
         """Gives a session's pages back; a saved file stays."""
-        if self.by_id.pop(session.id, None) is session:
+        if self.by_id.get(session.id) is session:
+            del self.by_id[session.id]
             session.model.users -= 1
             session.model.last_used = time.monotonic()
             await asyncio.to_thread(session.session.close)

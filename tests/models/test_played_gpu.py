@@ -160,7 +160,7 @@ class Behind(PlayedSteps):
     def run(self, *step: Any) -> Any:
         self._waiting.append(step)
         if not len(step[4]):  # rows
-            return None, Drawn(np.empty(0, np.int32))
+            return None, Late(self, np.empty(0, np.int32), {})
         *before, last = self._waiting
         self._waiting = []
         for one in before:

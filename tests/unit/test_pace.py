@@ -69,7 +69,7 @@ def test_what_a_step_takes_is_known_for_other_numbers_of_readers() -> None:
 
 
 def test_while_a_crowd_waits_its_chunks_are_longer() -> None:
-    """All of them are answered sooner, and who reads meanwhile still sees pauses of 0.1 s at most."""
+    """All are answered sooner, and who reads meanwhile still sees pauses of 0.1 s at most."""
     pace, decode_s, token_s = Pace(), 0.01, 5e-4
     run(pace, 8, decode_s, token_s, 50)
     steps = [decode_s + pace.prompt_tokens(8, 512, n) * token_s for n in (1, 8, 9, 40)]
