@@ -14,7 +14,7 @@ run() {
     echo "exit $?" >> "$out/$1.log"
 }
 for name in products attention decode same_bits recurrent convert missing sampling models steps native \
-    sessions memory api smollm2; do run "test_cuda_$name" & done
+    sessions memory api choices flying passage smollm2; do run "test_cuda_$name" & done
 wait
 run test_cuda_device  # these alone: they count the GPU's free bytes, and take them all
 run test_cuda_placement

@@ -21,7 +21,7 @@ done
 small="(matches_the_reference or change_no_bit or many_folds or padding or filled_up or every_type \
 or parts_of_several or norms_gates or test_experts or types or windows or holes or turned or moved \
 or draws or penalties or logprobs or cuts or places or stored_already or fills_a_graph) and not large"
-tools="${TOOLS:-memcheck racecheck}" names="${FILES:-recurrent attention decode products sampling}"
+tools="${TOOLS:-memcheck racecheck}" names="${FILES:-recurrent attention decode products sampling choices}"
 for tool in $tools; do
     for name in $names; do
         check "$tool" "$name" python3 -m pytest -q -x -p no:cacheprovider \
