@@ -126,6 +126,7 @@ def test_bias_penalties_and_masks() -> None:
         bias += ((int(x[row].argmax()), float("-inf")),)
         settings.append(Sampling(0.0 if row == 3 else 0.9, 50, 0.95, 0.01, 1.3, 0.4, 0.2, bias))
         counts.append({int(i): int(rng.integers(0, 5)) for i in np.argsort(-x[row])[:40]})
+    x[5, 695], counts[5][695] = np.inf, 2
     rows, u = np.arange(8, dtype=np.int32), rng.random(8)
     for mask in (None, masks):
         got, want = (

@@ -16,6 +16,7 @@ from quire.models.loader import MIXER, OUTPUT, Part
 from quire.ops.batch import Batch
 from quire.ops.cpu import CpuOps
 from tests import session_kinds
+from tests.choosing import WAYS
 from tests.flying import Late, draw_all
 
 IDS = [int(i) for i in np.random.default_rng(6).integers(3, 250, 100)]
@@ -111,6 +112,7 @@ def test_the_rest_of_a_step_is_the_gpus_own(kind: str, tmp_path: Path) -> None:
         n = whole.model.n_layers
         wanted = whole.generate([IDS[:20], IDS[20:50]], max_tokens=12, ignore_eos=True)
         hot = whole.generate(IDS, max_tokens=12, temperature=0.9, seed=3, ignore_eos=True)
+        odd = whole.generate(IDS[:20], max_tokens=12, seed=3, ignore_eos=True, **WAYS["all"])
     settings: list[dict[str, Any]] = [{"n_gpu_layers": layers} for layers in range(1, n + 2)]
     if kind == "moe":
         settings.append({"n_cpu_moe": 1})
@@ -125,6 +127,8 @@ def test_the_rest_of_a_step_is_the_gpus_own(kind: str, tmp_path: Path) -> None:
             assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
             again = llm.generate(IDS, max_tokens=12, temperature=0.9, seed=3, ignore_eos=True)
             assert again.token_ids == hot.token_ids
+            again = llm.generate(IDS[:20], max_tokens=12, seed=3, ignore_eos=True, **WAYS["all"])
+            assert again.token_ids == odd.token_ids and again.logprobs == odd.logprobs
             for way in ("ngram", "early-exit"):
                 drafted = llm.generate(IDS[:20], max_tokens=12, ignore_eos=True, speculate=way)
                 assert drafted.token_ids == wanted[0].token_ids

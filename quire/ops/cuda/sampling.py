@@ -99,7 +99,7 @@ class Sampling(Arrays):
         uploaded = [self.machine.upload(column) for column in columns]
         chances, edits = choice.given(uploaded)
         if edits is not None:
-            edit(x, edits, edits.news)
+            edit(x, edits, edits.news)  # no token is taken from a step before
         if masks is not None:
             self._mask(x, masks)
         return drawing(self.machine, x, choice, chances)

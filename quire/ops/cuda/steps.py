@@ -153,9 +153,8 @@ class Steps:
                     self._x[len(tokens) : key.tokens].zero_()
             end = None if self._machine.interpreted else self.clock.start(len(tokens))
             self._replay(step, groups)
-        except BaseException:  # nobody knows how far it came
-            del self._known[key]
-            _recount(draws)
+        except BaseException:
+            self._broken(key, draws)
             raise
         if end is not None:
             end.record()
@@ -220,6 +219,15 @@ class Steps:
                 columns += page_columns(view, positions, seq_rows, shape)
         return columns
 
+    def _broken(self, key: Key, draws: Sequence[Draw | None]) -> None:
+        """A step broke off, nobody knows where: it is made anew, and tokens are counted anew."""
+        if not self._machine.interpreted:
+            torch.cuda.synchronize(self._machine.device)  # the last one may be under way
+        self._known.pop(key, None)
+        for draw in draws:
+            if draw is not None:
+                sampler_of(draw.sampler).recount()
+
     def _replay(self, step: Captured, groups: Mapping[str, Group]) -> None:
         step.seen += 1
         self.replayed = step.graph is not None
@@ -281,13 +289,6 @@ class Steps:
         if choice.told >= 0:
             told = report(self._machine, logits, self._last, choice.told)
         step.stage.give(self._last, told)
-
-
-def _recount(draws: Sequence[Draw | None]) -> None:
-    """A step broke off: what it was to count may be counted, or not."""
-    for draw in draws:
-        if draw is not None:
-            sampler_of(draw.sampler).recount()
 
 
 def rounded(n: int) -> int:

@@ -48,7 +48,7 @@ def penalise(
         at = logits + row.to(tl.int64) * vocab + ids
         x = tl.load(at, mask=found > 0, other=0.0)
         again = tl.load(repetition + row)
-        x = tl.where(x > 0, tl.div_rn(x, x * 0 + again), x * again)
+        x = tl.where(x > 0, tl.div_rn(x, again), x * again)
         often = (found >> 1).to(tl.float32)
         less = tl.load(frequency + row) * often + tl.load(presence + row)
         tl.store(at, tl.where(found > 1, x - less, x), mask=found > 0)
