@@ -71,6 +71,7 @@ class HostNative:
     """What `nvrtc.Native` is on a GPU."""
 
     clusters = True
+    most_shared = 227 << 10
 
     def __init__(self, processors: int) -> None:
         self.processors = processors

@@ -8,16 +8,15 @@ from collections.abc import Sequence
 import torch
 
 from quire.ops.cuda.machine import Machine
-from quire.ops.cuda.nvrtc import Kernel, native
+from quire.ops.cuda.nvrtc import Kernel, Native, native
 from quire.ops.cuda.recurrent_layer import CudaLayer, CudaStates, Places
 
 THREADS, ENTRIES = 128, 16
 ROWS, SCANNERS = 64, 128
 """Rows of a state in a block of recur_scan.cu, and its threads."""
 RELATED = 2 * ENTRIES + 4
-TOKENS, MANY = 8, 256
-"""Tokens that a block of recur_mix.cu and recur_relate.cu takes if there are many, and how many
-these are."""
+TOKENS, MANY = 4, 256
+"""Tokens that a warp of recur_mix.cu takes if there are many, and how many these are."""
 FILES = {"mix": "mix", "decode": "one", "relate": "relate", "recur": "scan", "fold": "fold"}
 """Where each kernel is: recur_….cu."""
 _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int, ctypes.c_float
@@ -75,18 +74,22 @@ def _scan_bytes(layer: CudaLayer) -> int:
 def _columns(layer: CudaLayer, n_seqs: int, processors: int) -> int:
     """Rows of a state for a block that has one token: many, unless too few blocks were left.
 
-    At 64 sequences of 48 heads of 128, blocks of 128, 64 and 32 took 3.5, 3.7 and 3.9 ms.
+    At 64 sequences of 48 heads of 128, blocks of 128, 64 and 32 took 3.9, 3.5 and 3.7 ms.
     """
-    sizes = [size for size in (128, 64, 32, 16) if layer.dv % size == 0]
+    sizes = [size for size in (64, 32, 16) if layer.dv % size == 0]
     for size in sizes:
         if layer.heads * (layer.dv // size) * n_seqs >= 2 * processors:
             return size
     return sizes[-1]
 
 
-def _run(n_tokens: int) -> int:
-    """Tokens that a block takes one after the other."""
-    return TOKENS if n_tokens >= MANY else 1
+def _apart(on: Native, blocks: int, shared: int) -> int:
+    """Bytes with which no multiprocessor takes more of these blocks than it must.
+
+    Blocks that start while others still run would gather where those end first.
+    """
+    most = -(-blocks // on.processors)
+    return max(shared, (on.most_shared + 1024) // (most + 1) - 1008)
 
 
 def arguments(
@@ -107,7 +110,7 @@ def arguments(
 
 def mix(machine: Machine, layer: CudaLayer, told: RecurArgs) -> None:
     """What the recurrence takes, raw inputs and keys in logs, and tails of states."""
-    tokens = _run(told.tokens)
+    tokens = TOKENS if told.tokens >= MANY else 1
     kernel = kernel_of(machine, layer, "mix", WIDTH=layer.width, TOKENS=tokens)
     grid = -(-told.tokens // tokens), -(-(2 * layer.k_heads + layer.heads) // 4), 1
     kernel.launch(native(machine.device).stream, grid, 0, told)
@@ -133,11 +136,11 @@ def recur(
     related = machine.empty(n_tokens, layer.heads, RELATED)
     told.related = related.data_ptr()
     shared = 8 * ENTRIES * (1 + layer.heads // layer.k_heads)
-    tokens = _run(n_tokens)
-    relate = kernel_of(machine, layer, "relate", TOKENS=tokens)
-    relate.launch(on.stream, (-(-n_tokens // tokens), layer.k_heads, 1), shared, told)
-    grid = _parts(layer, ROWS), n_seqs, 1
-    kernel_of(machine, layer, "recur").launch(on.stream, grid, _scan_bytes(layer), told)
+    relate = kernel_of(machine, layer, "relate")
+    relate.launch(on.stream, (n_tokens, layer.k_heads, 1), shared, told)
+    blocks = _parts(layer, ROWS)
+    shared = _apart(on, blocks * n_seqs, _scan_bytes(layer))
+    kernel_of(machine, layer, "recur").launch(on.stream, (blocks, n_seqs, 1), shared, told)
     return out
 
 

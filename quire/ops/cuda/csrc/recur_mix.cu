@@ -79,22 +79,32 @@ extern "C" __global__ void __launch_bounds__(128) mix(const RecurArgs a) {
       w[pass][4 * j] = four.x, w[pass][4 * j + 1] = four.y, w[pass][4 * j + 2] = four.z, w[pass][4 * j + 3] = four.w;
     }
   }
+  int seqs[TOKENS], pages[TOKENS], slots[TOKENS];
+#pragma unroll
+  for (int t = 0; t < TOKENS; t++) {
+    const int row = min(start + t, a.tokens - 1);
+    seqs[t] = a.seq[row], pages[t] = a.page[row], slots[t] = a.slot[row];
+  }
+  Sequence of;
+  of.load(a, seqs[0]);
   wait_for_previous();
   let_next_start();
 #pragma unroll
-  for (int t = 0; t < TOKENS; t++)
+  for (int pass = 0; pass < PASSES; pass++) {
+    const int c = mine.at + 128 * pass;
 #pragma unroll
-    for (int pass = 0; pass < PASSES; pass++) {
+    for (int j = 1; j < WIDTH; j++) taps[pass][j] = mine.has(pass) ? of.before(a, start, WIDTH - j, c) : zero4();
+#pragma unroll
+    for (int t = 0; t < TOKENS; t++) {
       const bool there = start + t < a.tokens && mine.has(pass);
-      now[t][pass] = there ? load4(a.x + (long long)(start + t) * a.cols + mine.at + 128 * pass) : zero4();
+      now[t][pass] = there ? load4(a.x + (long long)(start + t) * a.cols + c) : zero4();
     }
-  Sequence of;
-  int known = -1;  // the sequence that taps are of
+  }
+  int known = seqs[0];  // the sequence that taps are of
 #pragma unroll
   for (int t = 0; t < TOKENS; t++) {
-    const int row = start + t;
+    const int row = start + t, seq = seqs[t], page = pages[t];
     if (row >= a.tokens) return;
-    const int seq = a.seq[row], page = a.page[row];
     const bool follows = seq == known;
     if (!follows) of.load(a, seq);
     known = page < 0 && of.state_out < 0 ? -1 : seq;
@@ -117,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(128) mix(const RecurArgs a) {
     }
     const bool last = of.state_out >= 0 && row - of.first == max(of.end, 1) - 1;
     float* kept = a.states + of.state_out * a.state_words + a.tail_at;
-    float* entry = entry_of(a, page, a.slot[row]);
+    float* entry = entry_of(a, page, slots[t]);
 #pragma unroll
     for (int pass = 0; pass < PASSES; pass++) {
       const int c = mine.at + 128 * pass;

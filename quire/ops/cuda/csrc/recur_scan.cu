@@ -4,6 +4,7 @@ constexpr int ROWS = 64;               // of a state in a block
 constexpr int R = 8;                   // of them in a thread; 16 threads share those
 constexpr int BLOCK = ROWS / R * 16;   // threads
 constexpr int MINE = (PARTS + 1) / 2;  // parts of a row that a thread has: even ones or odd ones
+constexpr int FOUR = DK > 128 ? 2 : 4; // tokens that meet the state at a time
 
 // Tokens between two folds, at the places that they have in a log, and what `relate` tells of them.
 struct Chunk {
@@ -119,69 +120,78 @@ __device__ __forceinline__ void fetch(Chunk& to, const RecurArgs& a, int row, in
   commit_copies();
 }
 
-// What rows of the state have in the sums of tokens from place n to place `stop`: this waits for none
-// of them. Threads with even parts of rows sum over keys, those with odd ones over queries.
+// What rows of the state have in the sums of tokens up to place `stop`: this waits for none of them.
+// Four at a time, whether they are there or not, since sums over lanes take long. Threads with even
+// parts of rows sum over keys, those with odd ones over queries.
 __device__ __forceinline__ void multiply(const Rows& s, Scan& scan, const Chunk& chunk, int n, int stop, const Spot& at) {
   const float(*own)[DK] = chunk.vectors[at.odd], (*other)[DK] = chunk.vectors[!at.odd];
-#pragma unroll 2
-  for (int e = n; e < stop; e++) {
-    float sum[R], given[R];
+#pragma unroll 1
+  for (int first = n & ~(FOUR - 1); first < stop; first += FOUR) {
+    float sum[FOUR][R], given[FOUR][R];
 #pragma unroll
-    for (int r = 0; r < R; r++) sum[r] = given[r] = 0.f;
+    for (int e = 0; e < FOUR; e++) {
 #pragma unroll
-    for (int i = 0; i < MINE; i++) {
-      const float4 mine = at.part(own[e], i), theirs = at.part(other[e], i);
+      for (int r = 0; r < R; r++) sum[e][r] = given[e][r] = 0.f;
 #pragma unroll
-      for (int r = 0; r < R; r++) sum[r] = chain(sum[r], s[r][i], mine), given[r] = chain(given[r], s[r][i], theirs);
+      for (int i = 0; i < MINE; i++) {
+        const float4 mine = at.part(own[first + e], i), theirs = at.part(other[first + e], i);
+#pragma unroll
+        for (int r = 0; r < R; r++) sum[e][r] = chain(sum[e][r], s[r][i], mine);
+#pragma unroll
+        for (int r = 0; r < R; r++) given[e][r] = chain(given[e][r], s[r][i], theirs);
+      }
     }
 #pragma unroll
-    for (int r = 0; r < R; r++) sum[r] = __fadd_rn(sum[r], __shfl_xor_sync(~0u, given[r], 8));
+    for (int r = 0; r < R; r++)
+#pragma unroll
+      for (int e = 0; e < FOUR; e++) sum[e][r] = __fadd_rn(sum[e][r], __shfl_xor_sync(~0u, given[e][r], 8));
 #pragma unroll
     for (int step = 4; step; step /= 2) {
       const int kept = R * step / 8;  // rows; the last one is kept by both
-      if (!kept) sum[0] = __fadd_rn(sum[0], __shfl_xor_sync(~0u, sum[0], step));
 #pragma unroll
-      for (int r = 0; r < kept; r++) sum[r] = __fadd_rn(sum[r], __shfl_xor_sync(~0u, sum[r + kept], step));
+      for (int e = 0; e < FOUR; e++) {
+        if (!kept) sum[e][0] = __fadd_rn(sum[e][0], __shfl_xor_sync(~0u, sum[e][0], step));
+#pragma unroll
+        for (int r = 0; r < kept; r++) sum[e][r] = __fadd_rn(sum[e][r], __shfl_xor_sync(~0u, sum[e][r + kept], step));
+      }
     }
-    scan.sums[at.odd][e][at.rows + at.turn] = sum[0];
+#pragma unroll
+    for (int e = 0; e < FOUR; e++) scan.sums[at.odd][first + e][at.rows + at.turn] = sum[e][0];
   }
 }
 
 // Tokens from place n to place `stop` in one row, each with what those before it left; place 0 has a
-// row of `out`. u of all of them is kept as far as it will be left, if they are to be folded. Four at
-// a time, whether they are there or not, so that nothing but u has to be waited for.
+// row of `out`. All u are left in the scan as they are folded. Eight at a time, whether they are there
+// or not, so that nothing but u has to be waited for.
 __device__ __forceinline__ void advance(const RecurArgs& a, Scan& scan, const Chunk& chunk, int row, int n, int stop,
-                                        float skip, bool folds, const Place& p) {
+                                        float skip, const Place& p) {
   const int at = threadIdx.x, column = p.head * DV + p.start + at;
-  if (p.start + at >= DV) return;
+  const bool inside = p.start + at < DV;
   float u[ENTRIES];
 #pragma unroll
   for (int e = 0; e < ENTRIES; e++) u[e] = e < n ? scan.u[e][at] : 0.f;
+  float* out = a.out + (long long)row * VALUES + column;
 #pragma unroll
-  for (int four = 0; four < ENTRIES; four += 4) {
-    if (four + 4 <= n || four >= stop) continue;
-    float y[4];
+  for (int first = 0; first < ENTRIES; first += 8) {
+    if (first + 8 <= n || first >= stop) continue;
 #pragma unroll
-    for (int e = four; e < four + 4; e++) {
+    for (int e = first; e < first + 8; e++) {
+      const bool there = e >= n && e < stop;
       const float *near = chunk.related[e], v = chunk.v[e][at];
       const float4 told = *(const float4*)(near + 2 * ENTRIES);
       const Gates g = {told.x, told.y, told.z, told.w};
       const float own = added_by(g, v, __fmaf_rn(g.decay, scan.sums[0][e][at], of_entries(near, u, e)));
-      u[e] = e >= n && e < stop ? own : u[e];
-      y[e - four] = __fmaf_rn(g.decay, scan.sums[1][e][at], of_entries(near + ENTRIES, u, e + 1));
-      y[e - four] = output_of(y[e - four], v, skip);
-    }
-#pragma unroll
-    for (int e = four; e < four + 4; e++) {
-      if (e < n || e >= stop) continue;
-      a.out[(long long)(row + e) * VALUES + column] = y[e - four];
-      if (chunk.page[e] >= 0) entry_of(a, chunk.page[e], chunk.slot[e])[a.cols + KEYS + column] = u[e];
+      u[e] = there ? own : u[e];
+      const float y = __fmaf_rn(g.decay, scan.sums[1][e][at], of_entries(near + ENTRIES, u, e + 1));
+      if (there && inside) out[(long long)e * VALUES] = output_of(y, v, skip);
     }
   }
-  if (folds)
+  if (inside && stop > n && chunk.page[stop - 1] >= 0)  // of a chunk, all are kept in a log or none
 #pragma unroll
     for (int e = 0; e < ENTRIES; e++)
-      if (e < stop) scan.u[e][at] = __fmul_rn(scan.left[e], u[e]);
+      if (e >= n && e < stop) entry_of(a, chunk.page[e], chunk.slot[e])[a.cols + KEYS + column] = u[e];
+#pragma unroll
+  for (int e = 0; e < ENTRIES; e++) scan.u[e][at] = __fmul_rn(scan.left[e], u[e]);
 }
 
 // A state and the n tokens behind it become a state.
@@ -236,7 +246,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 2) recur(const RecurArgs a) 
     if (threadIdx.x < stop) scan.left[threadIdx.x] = expf(__fsub_rn(last, chunk.related[threadIdx.x][2 * ENTRIES]));
     multiply(s, scan, chunk, n, stop, at);
     __syncthreads();
-    if (threadIdx.x < ROWS) advance(a, scan, chunk, first + i - n, n, stop, skip, folds, p);
+    if (threadIdx.x < ROWS) advance(a, scan, chunk, first + i - n, n, stop, skip, p);
     else fetch<BLOCK - ROWS>(scan.chunks[turn], a, first + after, 0, next, p);
     if (folds) {
       __syncthreads();
