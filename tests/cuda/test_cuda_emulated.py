@@ -41,6 +41,8 @@ def test_pieces_company_and_drafts_change_no_bit(
     same_bits(recurrent.in_pieces(case, x, [6, 7], company=True), want)
     same_bits(recurrent.drafted(case, x, 4), want)
     monkeypatch.setattr(recur_native, "MANY", 2)
+    monkeypatch.setattr(recur_native, "_each", lambda parts, *_: parts)
+    same_bits(recurrent.in_pieces(case, x, [1] * 13), want)
     same_bits(recurrent.in_pieces(case, x, [6, 7], company=True), want)
 
 

@@ -72,15 +72,23 @@ def _scan_bytes(layer: CudaLayer) -> int:
 
 
 def _columns(layer: CudaLayer, n_seqs: int, processors: int) -> int:
-    """Rows of a state for a block that has one token: many, unless too few blocks were left.
-
-    At 64 sequences of 48 heads of 128, blocks of 128, 64 and 32 took 3.9, 3.5 and 3.7 ms.
-    """
-    sizes = [size for size in (64, 32, 16) if layer.dv % size == 0]
+    """Rows of a state that a block of `decode` has at a time: many, unless too few were left."""
+    sizes = [size for size in (128, 64, 32, 16) if layer.dv % size == 0]
     for size in sizes:
-        if layer.heads * (layer.dv // size) * n_seqs >= 2 * processors:
+        if _parts(layer, size) * n_seqs >= 2 * processors:
             return size
     return sizes[-1]
+
+
+def _each(parts: int, n_seqs: int, places: int) -> int:
+    """How many parts of a state a block of `decode` has, one after the other.
+
+    As many as take no longer than if all places on the GPU had as much to do: a block that goes on
+    fetches, where one that starts waits.
+    """
+    sizes = [size for size in range(1, parts + 1) if parts % size == 0]
+    rounds = {size: -(-parts // size * n_seqs // places) * size for size in sizes}
+    return max(size for size in sizes if rounds[size] == min(rounds.values()))
 
 
 def _apart(on: Native, blocks: int, shared: int) -> int:
@@ -129,9 +137,14 @@ def recur(
     on = native(machine.device)
     if single and layer.dv % 16 == 0:
         columns = _columns(layer, n_seqs, on.processors)
-        shared = 4 * (columns * (layer.dk + ENTRIES + 2) + 2 * ENTRIES)
-        decode = kernel_of(machine, layer, "decode", COLUMNS=columns)
-        decode.launch(on.stream, (_parts(layer, columns), n_seqs, 1), shared, told)
+        shared = 4 * (columns * (layer.dk + 2) + 2 * ENTRIES)
+        parts, once = (
+            _parts(layer, columns),
+            kernel_of(machine, layer, "decode", COLUMNS=columns, EACH=1),
+        )
+        each = _each(parts, n_seqs, once.resident(shared) * on.processors)
+        decode = kernel_of(machine, layer, "decode", COLUMNS=columns, EACH=each)
+        decode.launch(on.stream, (parts // each, n_seqs, 1), shared, told)
         return out
     related = machine.empty(n_tokens, layer.heads, RELATED)
     told.related = related.data_ptr()

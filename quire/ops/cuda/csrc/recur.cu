@@ -30,11 +30,11 @@ struct Place {
   int lane8, group, head, shared, start;
 };
 
-template <int COLUMNS_EACH> __device__ __forceinline__ Place place() {
+template <int COLUMNS_EACH> __device__ __forceinline__ Place place(int part = blockIdx.x) {
   constexpr int SPLITS = (DV + COLUMNS_EACH - 1) / COLUMNS_EACH;
   Place p;
   p.lane8 = threadIdx.x & 7, p.group = threadIdx.x >> 3;
-  p.head = blockIdx.x / SPLITS, p.start = blockIdx.x % SPLITS * COLUMNS_EACH;
+  p.head = part / SPLITS, p.start = part % SPLITS * COLUMNS_EACH;
   p.shared = TILED ? p.head % K_HEADS : p.head / (HEADS / K_HEADS);
   return p;
 }
