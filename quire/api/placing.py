@@ -84,7 +84,8 @@ class Placed:
         places, kind = self._found.places, self._kind(self.devices[0])
         room = passing_room(self._found.model, kind, places, len(self._found.devices) - 1)
         passage = self.devices[0].ops.passage(room + _ODD)
-        streaming = Streaming(self.blueprint.kit(passage.ops), host.ops, passage, begins)
+        kit = self.blueprint.kit(passage.ops, passage.reads)
+        streaming = Streaming(kit, host.ops, passage, begins)
         model.stream(streaming)
         return streaming
 

@@ -121,14 +121,15 @@ class Kit:
 class TensorLoader:
     """Packs tensors for a device, one matrix after the other.
 
-    With `quantize`, matrices of floats become blocks of that type on the way.
+    With `quantize`, matrices of floats become blocks of that type on the way. With `stored`, a
+    device is told where bytes lie, and reads them by itself.
     """
 
     def __init__(
         self, file: WeightFile, ops: Ops, total: int, progress: ProgressFn | None,
-        quantize: str | None = None,
+        quantize: str | None = None, stored: bool = False,
     ) -> None:  # fmt: skip
-        self._file = file
+        self._file, self._stored = file, stored
         self._ops = ops
         self._total = total
         self._done = [0]  # of all devices together
@@ -154,7 +155,8 @@ class TensorLoader:
         split = []
         for name, rows, *_ in parts:
             type, _, _, data = self._part(cols, (name, count * rows), exact=False)
-            split += [(type, rows, cols, expert) for expert in np.split(data, count)]
+            size = data.size // count
+            split += [(type, rows, cols, data[i * size : (i + 1) * size]) for i in range(count)]
         return self._pack(split, parts)
 
     def _pack(self, packed: list[RowsPart], parts: tuple[Rows, ...]) -> Matrix:
@@ -182,6 +184,10 @@ class TensorLoader:
         """Rows of a matrix as they will be packed."""
         name, rows, *where = part
         tensor = self._file.tensors[name]
+        if self._stored and not where and loaded_type(name, tensor, self._quantize) == tensor.type:
+            stored: Any = self._file.stored(name)
+            if stored is not None:
+                return int(tensor.type), rows, cols, stored
         data = self._file.data(name)
         if where:
             data = np.ascontiguousarray(data.reshape(rows, -1)[where[0]])

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from quire.ops.table import Ops
 
@@ -24,11 +27,30 @@ UNPACKED = 12 * PIECE
 """Bytes of a GPU that it takes to turn a piece of a file into what is multiplied."""
 
 
+class Source(Protocol):
+    """Bytes that are not read yet."""
+
+    @property
+    def size(self) -> int:
+        """How many."""
+
+    def __getitem__(self, cut: slice) -> Source:
+        """Some of them."""
+
+    def read(self, start: int, into: NDArray[np.uint8]) -> None:
+        """The bytes from one on, into an array; from any thread."""
+
+    def with_next(self, other: Any) -> Source | None:
+        """Both as one, if the other's come right behind these."""
+
+
 class Passage(Protocol):
     """Two rooms of a device. One thread fills them, and one computes with what is there."""
 
     ops: Ops
     """What packs into the room that is filled, and computes with what is packed."""
+    reads: bool
+    """Whether it takes sources for bytes, and reads them by itself."""
 
     def fill(self, room: int, make: Callable[[], T]) -> T:
         """Calls `make`, and what that packs is in the room, behind what used it last.
@@ -45,6 +67,8 @@ class Passage(Protocol):
 
 class InPlace:
     """The passage of a device that computes when it is told: packing is all there is to it."""
+
+    reads = False
 
     def __init__(self, ops: Ops) -> None:
         self.ops = ops

@@ -125,10 +125,14 @@ class Blueprint:
         assert model.weight_bytes == self.weight_bytes, (model.weight_bytes, self.weight_bytes)
         return model
 
-    def kit(self, ops: Ops) -> Kit:
-        """What parts of the model are made with again on one device; the file must be open."""
+    def kit(self, ops: Ops, stored: bool) -> Kit:
+        """What parts of the model are made with again on one device; the file must be open.
+
+        With `stored`, the device reads the file by itself.
+        """
         s = self._settings
-        return Kit(ops, TensorLoader(self._file, ops, 0, None, s.quantize), s.type_k, s.type_v)
+        load = TensorLoader(self._file, ops, 0, None, s.quantize, stored)
+        return Kit(ops, load, s.type_k, s.type_v)
 
     def fingerprint(self) -> str:
         """Which weights were loaded, and what they were turned into; after `load`."""

@@ -10,7 +10,7 @@ from quire.placement.rehearsal import MatrixShape, RehearsedOps, Shape, Walked
 
 _FEW, _SOME = 4, 64  # tokens that products have kernels of their own for
 _SLICES, _SLICED_BELOW = 8, 1300 * 16  # of a product of some tokens with few rows
-_SPAN, _RELATED = 128, 32  # tokens that attention joins; floats that a recurrence prepares
+_SPAN, _RELATED = 128, 36  # tokens that attention joins; floats that a recurrence prepares
 _MIB = 1 << 20
 _ROUND, _SMALL, _LARGE, _OWN = 512, _MIB, 20 * _MIB, 10 * _MIB
 

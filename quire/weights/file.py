@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from quire.errors import FileError
 from quire.weights.gguf_format import Value, quote
 from quire.weights.gguf_write import encode_entry
+from quire.weights.open_file import Stored
 from quire.weights.quant import GGMLType
 from quire.weights.strings import StringArray
 
@@ -60,6 +61,10 @@ class WeightFile(ABC):
     @abstractmethod
     def data(self, name: str) -> NDArray[np.uint8]:
         """A copy of the bytes of a tensor."""
+
+    def stored(self, name: str) -> Stored | None:
+        """The bytes of a tensor where they lie; None where no file has them as they are."""
+        return None
 
     @abstractmethod
     def samples(self, name: str) -> Iterator[bytes]:

@@ -18,6 +18,7 @@ from quire.weights.file import WeightFile
 from quire.weights.fingerprint import sample_of
 from quire.weights.gguf_format import quote
 from quire.weights.naming import HFConfig, Namer, Naming, Shape, Source
+from quire.weights.open_file import Stored
 from quire.weights.pull import PICKLES
 from quire.weights.quant import GGMLType, dequantize
 from quire.weights.safetensors import Safetensors, StoredTensor, parse_object
@@ -90,6 +91,15 @@ class Folder(WeightFile):
         out = source.change.apply(whole) if source.change else whole
         assert out.shape == self.tensors[name].shape, (name, out.shape)
         return np.ascontiguousarray(out).reshape(-1).view(np.uint8)
+
+    def stored(self, name: str) -> Stored | None:
+        """The bytes of a tensor where they lie; None where they are changed, or made."""
+        if name in self._naming.made:
+            return None
+        source = self._source(name)
+        if source.change is not None or source.stacked:
+            return None
+        return self._shard_of[source.names[0]].stored(source.names[0])
 
     def samples(self, name: str) -> Iterator[bytes]:
         """Hashes of samples of what a tensor is made of, taken when it was read, or now."""

@@ -18,7 +18,7 @@ from quire.errors import GGUFError
 from quire.weights.file import REQUIRED, Required, WeightFile
 from quire.weights.fingerprint import sample, sample_of
 from quire.weights.gguf_format import Reader, Short, TensorInfo, Value, quote
-from quire.weights.open_file import OpenFile
+from quire.weights.open_file import OpenFile, Stored
 from quire.weights.quant import GGMLType
 from quire.weights.strings import StringArray
 
@@ -97,6 +97,11 @@ class GGUF(WeightFile):
         if name not in self._samples:
             self._samples[name] = sample_of(data)
         return data
+
+    def stored(self, name: str) -> Stored | None:
+        """The bytes of a tensor where they lie."""
+        info = self._locate(name)
+        return Stored(self._file, info.offset, info.nbytes, f"tensor {quote(name)}")
 
     def samples(self, name: str) -> Iterator[bytes]:
         """A hash of samples of a tensor, taken when it was read, or now."""

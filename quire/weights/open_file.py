@@ -24,6 +24,28 @@ _SPARE = 4
 _SPARE_BYTES = 1 << 24  # larger ones are not kept
 
 
+class Stored:
+    """Bytes that are still in a file: of a tensor, or a part of one."""
+
+    def __init__(self, file: OpenFile, offset: int, size: int, what: str) -> None:
+        self.size = size
+        self._file, self._offset, self._what = file, offset, what
+
+    def __getitem__(self, cut: slice) -> Stored:
+        start, stop, _ = cut.indices(self.size)
+        return Stored(self._file, self._offset + start, max(stop - start, 0), self._what)
+
+    def read(self, start: int, into: NDArray[np.uint8]) -> None:
+        """The bytes from one on, into an array; from any thread."""
+        self._file.read_into(self._offset + start, into, self._what)
+
+    def with_next(self, other: Stored) -> Stored | None:
+        """Both as one, if the other lies right behind this."""
+        if other._file is not self._file or other._offset != self._offset + self.size:
+            return None
+        return Stored(self._file, self._offset, self.size + other.size, self._what)
+
+
 class OpenFile:
     """A regular file's bytes."""
 
@@ -52,10 +74,14 @@ class OpenFile:
 
     def read(self, offset: int, nbytes: int, what: str) -> NDArray[np.uint8]:
         """A copy of some bytes; `what` is what errors call them."""
-        self.check_open()
         out = self._buffer(nbytes)
-        view = out.data
-        done = 0
+        self.read_into(offset, out, what)
+        return out
+
+    def read_into(self, offset: int, out: NDArray[np.uint8], what: str) -> None:
+        """Some bytes, into an array; from any thread."""
+        self.check_open()
+        nbytes, view, done = out.nbytes, out.data, 0
         while done < nbytes:
             try:
                 got = read_at(self._descriptor, [view[done : done + _AT_ONCE]], offset + done)
@@ -67,7 +93,6 @@ class OpenFile:
                     "it was cut while it was read, or is still being written"
                 )
             done += got
-        return out
 
     def _buffer(self, nbytes: int) -> NDArray[np.uint8]:
         """An array to read into; its memory is used again once it and all views of it are gone."""

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from quire.errors import SafetensorsError
 from quire.weights.fingerprint import sample, sample_of
 from quire.weights.gguf_format import quote
-from quire.weights.open_file import OpenFile
+from quire.weights.open_file import OpenFile, Stored
 
 _LENGTH_BYTES: Final = 8
 _MAX_HEADER: Final = 100_000_000  # the format's own limit
@@ -59,6 +59,11 @@ class Safetensors:
         if name not in self._samples:
             self._samples[name] = sample_of(data)
         return data
+
+    def stored(self, name: str) -> Stored:
+        """The bytes of a tensor where they lie."""
+        tensor = self.tensors[name]
+        return Stored(self._file, tensor.offset, tensor.nbytes, f"tensor {quote(name)}")
 
     def sample(self, name: str) -> bytes:
         """A hash of samples of a tensor, taken when it was read, or now."""

@@ -19,6 +19,7 @@ from quire.errors import GGUFError
 from quire.weights.file import WeightFile
 from quire.weights.gguf import GGUF
 from quire.weights.gguf_format import quote
+from quire.weights.open_file import Stored
 
 _NUMBER, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
 _PART: Final = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
@@ -57,6 +58,10 @@ class SplitGGUF(WeightFile):
     def data(self, name: str) -> NDArray[np.uint8]:
         """A copy of the bytes of a tensor."""
         return self._part(name).data(name)
+
+    def stored(self, name: str) -> Stored | None:
+        """The bytes of a tensor where they lie."""
+        return self._part(name).stored(name)
 
     def samples(self, name: str) -> Iterator[bytes]:
         """A hash of samples of a tensor, taken when it was read, or now."""

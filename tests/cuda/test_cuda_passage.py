@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from quire.errors import FileError
 from quire.ops.passing import PIECE, ROOMS
+from quire.weights.open_file import OpenFile, Stored
 from quire.weights.quant import GGMLType
 
 torch = pytest.importorskip("torch")
@@ -35,10 +38,26 @@ def same(found: list[Any], wanted: list[Any]) -> bool:
     return all(torch.equal(a.q.view(torch.uint8), b.q.view(torch.uint8)) for a, b in both)
 
 
-def check(ops: Any, passage: Any, turns: int) -> None:
-    """Fills one room after the other while the other is used."""
+def in_a_file(path: Path) -> list[list[Any]]:
+    """The same parts, the bytes of each in pieces of a file that it is read from."""
+    path.write_bytes(b"".join(part[3].tobytes() for parts in MATRICES for part in parts))
+    file, at, found = OpenFile(path, FileError, ".bin"), 0, []
+    for parts in MATRICES:
+        found.append([])
+        for kind, rows, cols, data in parts:
+            cuts = 4 if rows % 64 == 0 else 1  # as experts are
+            whole, size = Stored(file, at, data.size, "a part"), data.size // cuts
+            at += data.size
+            for i in range(cuts):
+                part = whole[i * size : (i + 1) * size]
+                found[-1].append((kind, rows // cuts, cols, part))
+    return found
+
+
+def check(ops: Any, passage: Any, turns: int, path: Path) -> None:
+    """Fills one room after the other while the other is used, from memory or from a file."""
     wanted = [ops.pack(parts) for parts in MATRICES]
-    order = [MATRICES, MATRICES[::-1]]
+    order = [MATRICES, in_a_file(path)[::-1]]
     for turn in range(turns):
         room, parts = turn % ROOMS, order[turn % 3 % 2]
         made = passage.fill(room, lambda parts=parts: [passage.ops.pack(each) for each in parts])
@@ -60,7 +79,7 @@ class Stand:
     def synchronize(self) -> None: ...
 
 
-def test_rooms_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rooms_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What is packed where, with the host in place of the GPU."""
     pytest.importorskip("triton")
     from quire.ops.cuda import CudaOps, Machine
@@ -74,12 +93,12 @@ def test_rooms_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: empty(*a, **k))
     ops = CudaOps(Machine(None))
-    check(ops, CudaPassage(ops, 40 << 20), 4)
+    check(ops, CudaPassage(ops, 40 << 20), 4, tmp_path / "w.bin")
     assert ops.machine.ring is None
 
 
 @pytest.mark.gpu
-def test_rooms_while_the_gpu_is_busy() -> None:
+def test_rooms_while_the_gpu_is_busy(tmp_path: Path) -> None:
     """On streams of their own; what was packed before goes on being used."""
     from quire.ops.cuda import CudaOps, Machine
 
@@ -88,5 +107,5 @@ def test_rooms_while_the_gpu_is_busy() -> None:
     busy = torch.ones((4096, 4096), device="cuda")
     for _ in range(50):
         busy = busy @ busy
-    check(ops, ops.passage(40 << 20), 9)
+    check(ops, ops.passage(40 << 20), 9, tmp_path / "w.bin")
     assert ops.machine.weights == before  # others' memory, and gone

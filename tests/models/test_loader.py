@@ -7,14 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quire.errors import ModelError
+from quire.errors import FileError, ModelError
 from quire.models.loader import Loader, TensorLoader
+from quire.models.registry import open_weights
 from quire.models.tensor_check import TensorCheck
 from quire.ops.cpu import CpuOps
 from quire.weights.gguf import GGUF
 from quire.weights.quant import GGMLType, dequantize
 from quire.weights.quantize import quantize
+from tests.gguf_export import export
 from tests.gguf_writer import write_gguf
+from tests.model_folders import MODELS
 
 RNG = np.random.default_rng(8)
 TENSORS = {
@@ -101,3 +104,28 @@ def test_what_loading_takes_is_foretold(file: GGUF, quantize: str | None) -> Non
     assert foretold == matrices(loader(file, quantize)) and min(foretold) > 0
     assert sum(check.packed.values()) == sum(foretold)
     assert check.idle == (quantize is None)
+
+
+@pytest.mark.parametrize("kind", ["folder", "gguf"])
+def test_bytes_that_are_read_where_they_lie_are_those_of_a_copy(kind: str, tmp_path: Path) -> None:
+    """Tensors that are changed on the way are not told; all others are, in any cut."""
+    path = MODELS / "tiny-hybrid"
+    if kind == "gguf":
+        path = export(path, tmp_path / "m.gguf")
+    told = 0
+    with open_weights(path) as file:
+        for name in file.tensors:
+            if (stored := file.stored(name)) is None:
+                continue
+            told += 1
+            data, cut = file.data(name), stored.size // 3
+            found = np.zeros(stored.size, np.uint8)
+            stored[:cut].read(0, found[:cut])
+            stored[cut:].read(0, found[cut:])
+            assert stored.size == data.size and np.array_equal(found, data.reshape(-1))
+            both = stored[:cut].with_next(stored[cut:])
+            assert both is not None and both.size == stored.size
+            assert stored[:cut].with_next(stored[cut + 1 :]) is None
+        assert told == len(file.tensors) if kind == "gguf" else 0 < told < len(file.tensors)
+    with pytest.raises(FileError, match="closed"):
+        stored.read(0, found)

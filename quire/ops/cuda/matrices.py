@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
+import numpy as np
 import torch
 
 from quire.ops import Part
@@ -102,13 +104,26 @@ def _chunks(parts: list[Part], machine: Machine) -> Iterator[tuple[int, torch.Te
     """The type, bytes and count of some rows after the other, on the device."""
     ring = machine.ring
     upload, most = (machine.upload, _CHUNK) if ring is None else (ring.upload, PIECE)
-    for kind, count, _, data in parts:
+    for kind, count, data in _joined(parts):
         need(data.size > 0 and data.size % count == 0, f"a part of {data.size} bytes")
         row_bytes = data.size // count
         step = max(most // row_bytes, TILE)
         for at in range(0, count, step):
             some = min(step, count - at)
             yield kind, upload(data[at * row_bytes : (at + some) * row_bytes]), some
+
+
+def _joined(parts: list[Part]) -> list[tuple[int, int, Any]]:
+    """Types, rows and bytes; of parts that lie one behind the other in a file, as one."""
+    found: list[tuple[int, int, Any]] = []
+    for kind, rows, _, data in parts:
+        if found and not isinstance(data, np.ndarray) and found[-1][0] == kind:
+            before = found[-1]
+            if (both := before[2].with_next(data)) is not None:
+                found[-1] = kind, before[1] + rows, both
+                continue
+        found.append((kind, rows, data))
+    return found
 
 
 def _fill_tiles(format: Format, parts: list[Part], q: torch.Tensor, machine: Machine) -> None:

@@ -12,10 +12,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quire.ops.passing import PIECE, PIECES, ROOMS
+from quire.ops.passing import PIECE, PIECES, ROOMS, Source
 
 T = TypeVar("T")
 _COPIERS = 4  # threads that fill a piece: one alone is slower than the bus
+_LEAST = 1 << 18  # bytes that are worth one
+
+
+class _Here:
+    """Bytes that are in memory, to be read like those of a file."""
+
+    def __init__(self, values: NDArray[np.uint8]) -> None:
+        self._flat = values.reshape(-1)
+        self.size = self._flat.size
+
+    def read(self, start: int, into: NDArray[np.uint8]) -> None:
+        """The bytes from one on, into an array."""
+        np.copyto(into, self._flat[start : start + into.size])
 
 
 class Ring:
@@ -29,24 +42,24 @@ class Ring:
         self._threads = ThreadPoolExecutor(_COPIERS, "quire-staging")
         self._turn = 0
 
-    def upload(self, values: NDArray[np.uint8]) -> torch.Tensor:
+    def upload(self, values: NDArray[np.uint8] | Source) -> torch.Tensor:
         """Bytes as a tensor of the device; they are copied on the current stream."""
-        flat = values.reshape(-1)
-        found = torch.empty(flat.size, dtype=torch.uint8, device=self._device)
-        for at in range(0, flat.size, PIECE):
-            some = flat[at : at + PIECE]
+        source = _Here(values) if isinstance(values, np.ndarray) else values
+        found = torch.empty(source.size, dtype=torch.uint8, device=self._device)
+        for at in range(0, source.size, PIECE):
+            size = min(PIECE, source.size - at)
             piece, sent = self._pieces[self._turn], self._sent[self._turn]
             sent.synchronize()
-            self._copy(piece.numpy(), some)
-            found[at : at + some.size].copy_(piece[: some.size], non_blocking=True)
+            self._fill(piece.numpy()[:size], source, at)
+            found[at : at + size].copy_(piece[:size], non_blocking=True)
             sent.record()
             self._turn = (self._turn + 1) % PIECES
         return found
 
-    def _copy(self, into: NDArray[np.uint8], some: NDArray[np.uint8]) -> None:
-        step = -(-some.size // _COPIERS)
-        cuts = [slice(at, min(at + step, some.size)) for at in range(0, some.size, step)]
-        for _ in self._threads.map(lambda cut: np.copyto(into[cut], some[cut]), cuts):
+    def _fill(self, into: NDArray[np.uint8], source: Source | _Here, start: int) -> None:
+        step = max(-(-into.size // _COPIERS), _LEAST)
+        cuts = [slice(at, min(at + step, into.size)) for at in range(0, into.size, step)]
+        for _ in self._threads.map(lambda cut: source.read(start + cut.start, into[cut]), cuts):
             pass
 
     def close(self) -> None:
@@ -60,6 +73,8 @@ class CudaPassage:
     Whoever was packed lives as long as its room is not filled again: small arrays are taken on
     this stream too, and must not be taken again while the other one still reads them.
     """
+
+    reads = True
 
     def __init__(self, ops: Any, n_bytes: int) -> None:
         machine = copy.copy(ops.machine)
