@@ -17,7 +17,7 @@ _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _UNITS |= {"ki": 1024, "mi": 1024**2, "gi": 1024**3, "ti": 1024**4}
 KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
 """How K and V can be stored."""
-_MOST_THREADS = 1024
+_MOST = {"threads": 1024, "n_ctx": 2**31 - 1, "n_parallel": 16384}
 _MARGIN = 512 * 1024**2
 
 
@@ -69,7 +69,8 @@ class LoadConfig:
         for name in ("n_ctx", "threads", "kv_cache_tokens", "moe_n_expert", "n_layer_exit",
                      "n_parallel"):  # fmt: skip
             value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
+            left_open = value is None and name != "n_parallel"
+            if not left_open and (type(value) is not int or value < 1):
                 raise RequestError(f"{name} must be a whole number above 0, not {value!r}")
         for name in ("device", "type_k", "type_v", "activations"):
             if not isinstance(getattr(self, name), str):
@@ -82,8 +83,9 @@ class LoadConfig:
             known = (int, str, Mapping) if name == "memory_budget" else (int, str)
             if value is not None and (type(value) is bool or not isinstance(value, known)):
                 raise RequestError(f"{name} is a number or a text, not {value!r:.80}")
-        if self.threads is not None and self.threads > _MOST_THREADS:
-            raise RequestError(f"threads must be at most {_MOST_THREADS}, not {self.threads}")
+        for name, most in _MOST.items():
+            if (value := getattr(self, name)) is not None and value > most:
+                raise RequestError(f"{name} must be at most {most}, not {value}")
         for name in ("type_k", "type_v"):
             value = getattr(self, name)
             if value not in KV_TYPES:

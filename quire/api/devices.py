@@ -46,10 +46,15 @@ def _described(name: str, settings: LoadConfig) -> Described:
     else:
         found = described(name, available_memory(), unified=name != HOST)
         found = replace(found, margin=max(found.free - settings.budget_bytes(name), 0))
-    asked = settings.asked_bytes(name)
+    return within_budget(found, settings)
+
+
+def within_budget(one: Described, settings: LoadConfig) -> Described:
+    """A device of which only so much may be taken, where the settings say that."""
+    asked = settings.asked_bytes(one.name)
     if asked is None:
-        return found
-    return replace(found, free=asked, margin=0, libraries=0, graphs=0)  # these are not of it
+        return one
+    return replace(one, free=asked, margin=0, libraries=0, graphs=0)  # these are not of it
 
 
 def _gpus() -> list[str]:

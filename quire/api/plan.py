@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from quire import config
-from quire.api.devices import HOST, device_of, find_devices
+from quire.api.devices import HOST, device_of, find_devices, within_budget
 from quire.api.placing import best_plan, facts_of, wanted_of
 from quire.devices.budget import Budget
 from quire.errors import RequestError
@@ -25,6 +25,8 @@ from quire.placement.wanted import Wanted
 from quire.weights import pull
 from quire.weights.file import WeightFile
 
+_MOST_MARKS = 1 << 20
+
 
 def plan(
     model: str | Path = "smollm2", *, devices: Sequence[str | Described] | None = None,
@@ -36,8 +38,12 @@ def plan(
     header is enough. `draft` is a model that drafts for this one. The settings are those of `load`.
     """
     chosen = config.settings_of(settings)
+    if type(checkpoints) is not int or not 0 <= checkpoints <= _MOST_MARKS:
+        raise RequestError(
+            f"checkpoints is a whole number from 0 to {_MOST_MARKS}, not {checkpoints!r:.80}"
+        )
     here = devices is None
-    found = find_devices(chosen) if here else _described(devices or [], chosen)
+    found = find_devices(chosen) if devices is None else _described(devices, chosen)
     path = pull.resolve(str(model), config.cache_folder())
     tables = {one.kind: _ops(one, chosen, here) for one in found}
     with open_weights(path, whole=False) as file:
@@ -58,13 +64,20 @@ def plan(
 
 def _described(devices: Sequence[str | Described], settings: config.LoadConfig) -> list[Described]:
     """Those that are described, and the host, which is the last."""
-    if isinstance(devices, str) or not all(isinstance(d, (str, Described)) for d in devices):
+    known = isinstance(devices, (list, tuple))
+    if not known or not all(isinstance(d, (str, Described)) for d in devices):
         raise RequestError(f"devices is a list such as ['cuda:24GiB'], not {devices!r:.80}")
     found = [d for d in devices if isinstance(d, Described)]
     found += parse([d for d in devices if isinstance(d, str)])
+    found = [one if _fits_budget(one, settings) else within_budget(one, settings) for one in found]
     hosts = [d for d in found if d.name == HOST]
     beside = [d for d in found if d.name != HOST]
     return [*beside, *(hosts or find_devices(replace(settings, device=HOST)))]
+
+
+def _fits_budget(one: Described, settings: config.LoadConfig) -> bool:
+    """Whether a device has no more than may be taken of it."""
+    return one.free <= (settings.asked_bytes(one.name) or one.free)
 
 
 def _ops(one: Described, settings: config.LoadConfig, here: bool) -> Ops:

@@ -28,7 +28,7 @@ ENDLESS = 2**31 - 1
 _BAR_FROM = 256 * 1024**2  # a smaller file is loaded before a bar could be read
 
 
-def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+def check_size(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
     """Refuses, under the name of the flag, what is no number of bytes."""
     try:
         if value is not None and value != "0":
@@ -78,7 +78,7 @@ _MODEL = [
                  help="auto (GPUs where there are any), cpu, cuda, cuda:1 …, or reference (NumPy, "
                  "slow); several separated by commas."),
     *_PLACES,
-    click.option("--memory-budget", callback=_size,
+    click.option("--memory-budget", callback=check_size,
                  help="Most memory to use, such as 4GiB (what is free)."),
     click.option("--kv-cache-tokens", type=int, help="Most tokens that K and V are kept for."),
     click.option("--kv-cache-demand-paged/--no-kv-cache-demand-paged", default=True,
@@ -87,7 +87,7 @@ _MODEL = [
     *_PAGES,
     click.option("--swa-full", is_flag=True,
                  help="Keep what sliding windows have passed, for rewinds to any place."),
-    click.option("--swap-space", callback=_size, default="4GiB", show_default=True,
+    click.option("--swap-space", callback=check_size, default="4GiB", show_default=True,
                  help="Most disk for sequences that make room for others; 0 for none."),
     *_LESS,
     click.option("--activations", default="int8", show_default=True,

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 import quire
-from quire.cli.options import place_options, places_from, size_options
+from quire.cli.options import check_size, place_options, places_from, size_options
 
 
 @click.command("plan")
@@ -17,6 +17,10 @@ from quire.cli.options import place_options, places_from, size_options
               help="A device that need not be here, such as cuda:24GiB or cpu:64GiB; may be given "
               "several times. Without it, the devices that are here.")  # fmt: skip
 @click.option("-c", "--ctx-size", type=int, help="Tokens of context (the model's own).")
+@click.option(
+    "--memory-budget", callback=check_size, help="Most memory to use on each device, such as 4GiB."
+)
+@click.option("--kv-cache-tokens", type=int, help="Most tokens that K and V are kept for.")
 @click.option("--parallel", type=int, default=1, show_default=True,
               help="Sequences that there is to be room for at once.")  # fmt: skip
 @click.option("--checkpoints", type=int, default=0, help="Marks that there is to be room for.")
@@ -38,7 +42,7 @@ def command(model: str, as_json: bool, **options: Any) -> None:
     found = quire.plan(
         model,
         devices=devices,
-        n_ctx=options.pop("ctx_size"),
+        n_ctx=options.pop("ctx_size") or None,
         n_parallel=options.pop("parallel"),
         type_k=options.pop("cache_type_k"),
         type_v=options.pop("cache_type_v"),

@@ -54,10 +54,9 @@ class Rehearsal:
         self._note_vectors(None)
         context = settings.n_ctx or self.model.n_ctx_train
         self.steps = [Step(min(PROMPT, context), 1, context)]
-        for at in range(128, context, 128):  # what attention joins grows with the context
+        places = range(128, context, 128)  # what attention joins grows with the context
+        for at in [*places[:: max((len(places) + 1) // 64, 1)], context]:
             self.steps.append(Step(1, settings.n_parallel, at))
-        self.steps = [self.steps[0], *self.steps[1:][:: max(len(self.steps) // 64, 1)]]
-        self.steps.append(Step(1, settings.n_parallel, context))
 
     def _noting(self, rehearsed: Any) -> Any:
         """Vectors are noted with the part that asks for them."""

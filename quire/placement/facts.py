@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ class GroupFacts:
     state_bytes: int = 0
     log_bytes: int = 0
     log_tokens: int = 1
+    most_pages: int | None = None
+    """Of all sequences together (`kv_cache_tokens`)."""
 
     def needed(self, layers: int, n_ctx: int, sequences: int, checkpoints: int) -> list[int]:
         """Bytes of each pool that so many layers take, before they are rounded to granules."""
@@ -43,7 +46,16 @@ class GroupFacts:
             pages = min(pages, most)
         else:
             held = checkpoints  # all but the last page are shared
-        return [(pages * sequences + held) * layers * self.page_bytes]
+        total = pages * sequences + held
+        if self.most_pages is not None:
+            total = min(total, self.most_pages)
+        return [total * layers * self.page_bytes]
+
+    def most_sequences(self, n_ctx: int) -> float:
+        """How many of so many tokens have pages at once, however many bytes there are."""
+        if self.most_pages is None or self.window is not None:
+            return math.inf
+        return self.most_pages // -(-n_ctx // self.page_tokens)
 
 
 @dataclass(frozen=True)
@@ -53,6 +65,7 @@ class ModelFacts:
     name: str
     n_layers: int
     n_ctx_train: int
+    """Or less, where memory is not to hold so many."""
     tied: bool
     groups: tuple[GroupFacts, ...]
     parts: Mapping[str, Mapping[Part, int]]
@@ -98,9 +111,10 @@ def model_facts(
         tensors.setdefault(part_of(name), []).append(name)
     if one.tied:
         tensors[Part(OUTPUT)] = ["output.weight"]  # which can be named all the same
+    groups = tuple(group_facts(spec, settings) for spec in one.groups)
+    longest = [g.most_pages * g.page_tokens for g in groups if g.most_pages and g.window is None]
     return ModelFacts(
-        one.path.name, one.active.layers, one.n_ctx_train, one.tied,
-        tuple(group_facts(spec, settings) for spec in one.groups),
+        one.path.name, one.active.layers, min([one.n_ctx_train, *longest]), one.tied, groups,
         {kind: blueprint.part_bytes for kind, blueprint in blueprints.items()},
         compute, one.expert_share, {part: tuple(names) for part, names in tensors.items()},
     )  # fmt: skip
@@ -133,4 +147,8 @@ def group_facts(spec: GroupSpec | RecurrentSpec, settings: MemorySettings) -> Gr
     layout = attention_layout(spec, settings)
     window = None if settings.swa_full else spec.window
     size = layout.page_bytes // len(layers)
-    return GroupFacts(spec.name, spec.kind, layers, layout.page_tokens, size, window)
+    cap = settings.kv_cache_tokens
+    most = None if cap is None else layout.pages_for(cap)
+    return GroupFacts(
+        spec.name, spec.kind, layers, layout.page_tokens, size, window, most_pages=most
+    )

@@ -25,7 +25,9 @@ def longest_context(plan: Plan) -> int:
 
 def most_sequences(plan: Plan) -> int:
     """How many sequences of the plan's context fit at once."""
-    return _largest(_tried(plan, lambda n: replace(plan.load, sequences=n)), _MOST)
+    allowed = [group.most_sequences(plan.load.n_ctx) for group in plan.model.groups]
+    most = int(min([_MOST, *allowed]))
+    return _largest(_tried(plan, lambda n: replace(plan.load, sequences=n)), most)
 
 
 def next_gib(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -169,3 +170,35 @@ def test_activations_are_counted_as_kernels_keep_them(header: str, isas: list[st
     assert found
     for isa in isas:
         assert Kernels.of(isa, 1, False).record == 32 + 4 * int(found[1])
+
+
+@pytest.mark.parametrize("name", ["tiny-dense", "tiny-window", "tiny-recurrent"])
+def test_a_plan_keeps_to_kv_cache_tokens(name: str) -> None:
+    """As loading does; a context that was asked for stays what it is."""
+    path, tokens = MODELS / name, 100
+    plan = quire.plan(path, kv_cache_tokens=tokens, devices=["cpu:1GiB"]).as_dict()
+    with quire.load(path, kv_cache_tokens=tokens, memory_budget="1GiB", threads=1) as llm:
+        assert plan["n_ctx"] == plan["longest_context"] == llm.n_ctx
+    asked = quire.plan(path, kv_cache_tokens=tokens, n_ctx=40, n_parallel=3, devices=["cpu:1GiB"])
+    grows = any(g.kind == "attention" for g in asked.model.groups)
+    assert asked.load.n_ctx == 40 and asked.outlook is not None
+    assert (asked.outlook.most_sequences == 7 // 3) is grows  # pages of 16
+    roomy = asked.with_load(replace(asked.load, sequences=99)).devices[0].memory
+    assert roomy.get("attention", 0) == grows * 7 * asked.model.groups[0].page_bytes * len(
+        asked.model.groups[0].layers
+    )
+
+
+def test_a_plan_keeps_to_a_budget_on_described_devices(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    tiny.write(path, tiny.Tiny())
+    limits = []
+    for budget in ("64MiB", {"cpu": "64MiB"}, "8GiB", None):
+        plan = quire.plan(path, devices=["cpu:1GiB"], memory_budget=budget)
+        limits.append(plan.as_dict()["devices"][0]["limit_bytes"])
+    small, named, large, none = limits
+    assert small == named == 64 << 20 and large == none <= 1 << 30
+    told = CliRunner().invoke(
+        main, ["plan", str(path), "--memory-budget", "64MiB", "--json", "-c", "0"]
+    )
+    assert json.loads(told.output)["devices"][0]["limit_bytes"] == 64 << 20
