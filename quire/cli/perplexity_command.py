@@ -21,13 +21,13 @@ from quire.errors import RequestError
 @click.option(
     "--chunk",
     type=int,
-    default=512,
-    show_default=True,
-    help="Tokens of a chunk; those of its second half are predicted.",
+    help="Tokens of a chunk; those of its second half are predicted (512, or -c if that is less).",
 )
 @click.option("--chunks", type=int, help="Most chunks to read (all).")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-def command(file: str, chunk: int, chunks: int | None, as_json: bool, **options: Any) -> None:
+def command(
+    file: str, chunk: int | None, chunks: int | None, as_json: bool, **options: Any
+) -> None:
     """How well a model predicts the text in FILE (- for standard input): lower is better.
 
     Counted as llama.cpp does: chunks that are read by themselves, each token of a second half
@@ -38,6 +38,7 @@ def command(file: str, chunk: int, chunks: int | None, as_json: bool, **options:
     text = _text(file)
     with load_from(options) as llm:
         started = time.perf_counter()
+        chunk = min(512, llm.n_ctx) if chunk is None else chunk
         for told in perplexity_by_chunk(llm, text, chunk, chunks):
             if sys.stderr.isatty() and not as_json:
                 left = (time.perf_counter() - started) / told.chunks * (told.of - told.chunks)

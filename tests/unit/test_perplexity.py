@@ -73,5 +73,7 @@ def test_the_command(tmp_path: Path) -> None:
     told = json.loads(CliRunner().invoke(main, [*words, "--json", "--chunks", "2"]).stdout)
     assert f"perplexity {told['perplexity']:.4f} ± {told['stderr']:.4f} (126 tokens" in shown.stdout
     assert told["chunks"] == 2 and told["chunk"] == 128
+    short = CliRunner().invoke(main, [*words[:-2], "-c", "128", "--json", "--chunks", "2"])
+    assert json.loads(short.stdout)["perplexity"] == told["perplexity"]
     missing = CliRunner().invoke(main, ["perplexity", str(tmp_path / "none.txt")])
     assert missing.exit_code == 1 and "none.txt: cannot be read" in missing.stderr
