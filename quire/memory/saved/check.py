@@ -59,8 +59,9 @@ def check_header(
             container.refuse(f"{key} of its state: {found.get(key)!r}, asked for {wanted!r}")
     if found.get("model") != model:
         container.refuse(
-            f"it is from another model: its weights have the fingerprint {found.get('model')!r}, "
-            f"those loaded {model!r}"
+            "it is from another model, or the same one loaded otherwise (activations, quantize, "
+            f"n_layer_exit, moe_n_expert): its weights have the fingerprint "
+            f"{found.get('model')!r}, those loaded {model!r}"
         )
     for key in ("state", "extra"):
         if key not in found:
