@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from quire.errors import RequestError
 from quire.types import Constraint, Grammar, Json, Regex, Sampling, SamplingFields
 
+Stop: TypeAlias = str | Seq[str] | None
+"""Texts that end an answer: one, several, or none."""
 _USUAL = Sampling()
 
 
@@ -40,7 +43,9 @@ def constraint_of(constraint: Constraint | None) -> Constraint | None:
 
 
 def stops_of(stop: object) -> list[str]:
-    """Stop strings: one text, or several."""
+    """Stop strings: one text, several, or none."""
+    if stop is None:
+        return []
     several = isinstance(stop, Iterable) and not isinstance(stop, str)
     found: list[Any] = list(stop) if several and isinstance(stop, Iterable) else [stop]
     if not all(isinstance(one, str) for one in found):
@@ -78,6 +83,17 @@ def _with_object(call: Any) -> Any:
     except (ValueError, RecursionError):
         return call
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def template_options_of(options: object) -> dict[str, Any]:
+    """What a chat template is told besides the conversation."""
+    if options is None:
+        return {}
+    if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+        raise RequestError(f"template_options are values by their names, not {options!r:.80}")
+    if taken := sorted(options.keys() & {"messages", "tools"}):
+        raise RequestError(f"template_options has {', '.join(taken)}, an argument of its own")
+    return dict(options)
 
 
 def path_of(path: str | os.PathLike[str]) -> Path:

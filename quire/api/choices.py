@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from quire.api.arguments import Stop
 from quire.api.texts import Prompt
 from quire.engine.loop import Job
 from quire.engine.request import Request
@@ -50,9 +50,7 @@ class Choices:
             return request
         return replace(request, sampling=request.sampling.replace(logprobs=0))
 
-    def start(
-        self, llm: Generating, request: Request, stop: str | Seq[str], prompt: Prompt
-    ) -> list[Job]:
+    def start(self, llm: Generating, request: Request, stop: Stop, prompt: Prompt) -> list[Job]:
         """All answers to a prompt, under way."""
         if self.made == 1:
             return [llm.start_prompt(request, stop, prompt)]

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import chain
 from typing import Any, Unpack, cast, overload
 
-from quire.api.arguments import stops_of
+from quire.api.arguments import Stop, stops_of
 from quire.api.choices import Choices
 from quire.api.requests import ChatOptions, Options, Speculate
 from quire.api.stream import AsyncStream, Stream, end_soon, off_the_loop
@@ -52,7 +52,7 @@ class Generating(Vectors):
     def generate(
         self, prompt: Prompt | Several, sampling: Sampling | None = None, *,
         n: int | None = None, best_of: int | None = None, speculate: Speculate = None,
-        stop: str | Seq[str] = (), constraint: Constraint | None = None, cache_salt: str = "",
+        stop: Stop = None, constraint: Constraint | None = None, cache_salt: str = "",
         **fields: Unpack[SamplingFields],
     ) -> Any:  # fmt: skip
         """Continues a prompt, or several at once; a list of prompts gives a list of completions.
@@ -109,7 +109,7 @@ class Generating(Vectors):
     async def agenerate(
         self, prompt: Prompt | Several, sampling: Sampling | None = None, *,
         n: int | None = None, best_of: int | None = None, speculate: Speculate = None,
-        stop: str | Seq[str] = (), constraint: Constraint | None = None, cache_salt: str = "",
+        stop: Stop = None, constraint: Constraint | None = None, cache_salt: str = "",
         **fields: Unpack[SamplingFields],
     ) -> Any:  # fmt: skip
         """`generate` for coroutines; cancelling the task gives its pages back."""
@@ -131,7 +131,7 @@ class Generating(Vectors):
 
     def stream(
         self, prompt: Prompt, sampling: Sampling | None = None, *, speculate: Speculate = None,
-        stop: str | Seq[str] = (), constraint: Constraint | None = None,
+        stop: Stop = None, constraint: Constraint | None = None,
         cache_salt: str = "",
         **fields: Unpack[SamplingFields],
     ) -> Stream:  # fmt: skip
@@ -141,7 +141,7 @@ class Generating(Vectors):
 
     def astream(
         self, prompt: Prompt, sampling: Sampling | None = None, *, speculate: Speculate = None,
-        stop: str | Seq[str] = (), constraint: Constraint | None = None, cache_salt: str = "",
+        stop: Stop = None, constraint: Constraint | None = None, cache_salt: str = "",
         **fields: Unpack[SamplingFields],
     ) -> AsyncStream:  # fmt: skip
         """`stream` for `async for`; leaving it early gives its pages back."""
@@ -164,7 +164,7 @@ class Generating(Vectors):
         self, messages: Messages, sampling: Sampling | None = None, *,
         tools: Seq[Mapping[str, Any]] | None = None, tool_choice: str = "auto",
         template_options: Mapping[str, Any] | None = None, n: int | None = None,
-        stop: str | Seq[str] = (), constraint: Constraint | None = None, **options: Any,
+        stop: Stop = None, constraint: Constraint | None = None, **options: Any,
     ) -> Any:  # fmt: skip
         """The model's next turn in a conversation.
 
@@ -200,7 +200,7 @@ class Generating(Vectors):
         self, messages: Messages, sampling: Sampling | None = None, *,
         tools: Seq[Mapping[str, Any]] | None = None, tool_choice: str = "auto",
         template_options: Mapping[str, Any] | None = None, n: int | None = None,
-        stop: str | Seq[str] = (), constraint: Constraint | None = None, **options: Any,
+        stop: Stop = None, constraint: Constraint | None = None, **options: Any,
     ) -> Any:  # fmt: skip
         """`chat` for coroutines."""
         from asyncio import to_thread

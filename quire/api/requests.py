@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from quire.api.arguments import check_salt, constraint_of, sampling_of, stops_of
+from quire.api.arguments import Stop, check_salt, constraint_of, sampling_of, stops_of
 from quire.api.texts import Prompt, Texts
 from quire.config import LoadConfig
 from quire.engine.constrain import Matcher
@@ -36,7 +36,7 @@ class Options(SamplingFields, total=False):
 
     best_of: int | None
     speculate: Speculate
-    stop: str | Seq[str]
+    stop: Stop
     constraint: Constraint | None
     cache_salt: str
 
@@ -72,12 +72,12 @@ class Requests(Texts):
             self.speculator(speculate),
         )  # fmt: skip
 
-    def start_prompt(self, request: Request, stop: str | Seq[str], prompt: Prompt) -> Job:
+    def start_prompt(self, request: Request, stop: Stop, prompt: Prompt) -> Job:
         """A request under way for a prompt."""
         return self.start(replace(request, tokens=tuple(self.tokens_of(prompt))), stop)
 
     def start(
-        self, request: Request, stop: str | Seq[str],
+        self, request: Request, stop: Stop,
         session: Callable[[], Sequence] | None = None,
     ) -> Job:  # fmt: skip
         """A request under way, on a session's sequence or on one of its own.
@@ -92,7 +92,7 @@ class Requests(Texts):
 
         return self.loop.call(begin)
 
-    def transcript(self, stop: str | Seq[str]) -> Transcript:
+    def transcript(self, stop: Stop) -> Transcript:
         """Where a request's text comes together."""
         stops = stops_of(stop)
         detokenizer = Detokenizer(self.tokenizer, stops, continuation=True)

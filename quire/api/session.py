@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.api.appending import Appending
-from quire.api.arguments import check_pin, check_span, constraint_of, path_of, sampling_of
+from quire.api.arguments import Stop, check_pin, check_span, constraint_of, path_of, sampling_of
 from quire.api.ending import Ending
 from quire.api.marks import Marked
 from quire.api.stream import AsyncStream, Stream, end_soon, off_the_loop
@@ -115,7 +115,7 @@ class Session(Marked):
 
     def generate(
         self, sampling: Sampling | None = None, *, speculate: Speculate = None,
-        stop: str | Seq[str] = (), constraint: Constraint | None = None,
+        stop: Stop = None, constraint: Constraint | None = None,
         **fields: Unpack[SamplingFields],
     ) -> Completion:  # fmt: skip
         """Goes on from here; what it makes becomes part of the session."""
@@ -128,7 +128,7 @@ class Session(Marked):
 
     async def agenerate(
         self, sampling: Sampling | None = None, *, speculate: Speculate = None,
-        stop: str | Seq[str] = (), constraint: Constraint | None = None,
+        stop: Stop = None, constraint: Constraint | None = None,
         **fields: Unpack[SamplingFields],
     ) -> Completion:  # fmt: skip
         """`generate` for coroutines; a task that is cancelled leaves what came until then."""
@@ -142,7 +142,7 @@ class Session(Marked):
 
     def stream(
         self, sampling: Sampling | None = None, *, speculate: Speculate = None,
-        stop: str | Seq[str] = (), constraint: Constraint | None = None,
+        stop: Stop = None, constraint: Constraint | None = None,
         **fields: Unpack[SamplingFields],
     ) -> Stream:  # fmt: skip
         """`generate` piece by piece; what came until it is closed stays part of the session."""
@@ -151,7 +151,7 @@ class Session(Marked):
 
     def astream(
         self, sampling: Sampling | None = None, *, speculate: Speculate = None,
-        stop: str | Seq[str] = (), constraint: Constraint | None = None,
+        stop: Stop = None, constraint: Constraint | None = None,
         **fields: Unpack[SamplingFields],
     ) -> AsyncStream:  # fmt: skip
         """`stream` for `async for`."""
@@ -161,7 +161,7 @@ class Session(Marked):
         )  # fmt: skip
 
     def _start(
-        self, sampling: Sampling | None, speculate: Speculate, stop: str | Seq[str],
+        self, sampling: Sampling | None, speculate: Speculate, stop: Stop,
         constraint: Constraint | None, fields: SamplingFields,
     ) -> Job:  # fmt: skip
         self._live()

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.api.arguments import messages_of
+from quire.api.arguments import messages_of, template_options_of
 from quire.engine.signals import SignalsLater
 from quire.errors import RequestError
 from quire.text.answers import AnswerReader
@@ -109,7 +109,7 @@ class Texts:
         style, known, listed = self.style, None, None
         if tools is not None and tool_choice != "none":
             listed, known = self._shown(tools)
-        text = self.chat_text(messages, listed, **(template_options or {}))
+        text = self.chat_text(messages, listed, **template_options_of(template_options))
         constraint = None
         if known and tool_choice != "auto":
             many = tool_choice == "required"

@@ -43,14 +43,13 @@ class Vectors(Requests):
     def embedding(self, texts: Prompt | Seq[Prompt], pooling: Pooling | None = None) -> Embedding:
         """Texts on their way to vectors; what cannot be one is refused now."""
         chosen = self.pooling if pooling is None else pooling
-        if chosen not in POOLINGS:
+        if not isinstance(chosen, str) or chosen not in POOLINGS:
             raise RequestError(f"pooling is one of {', '.join(POOLINGS)}, not {pooling!r:.80}")
         several: Any = texts if is_batch(texts) else [texts]
-        tokens = [np.array(self.tokens_of(text), np.int32) for text in several]
+        tokens = [self.engine.prompt_of(0, self.tokens_of(text)) for text in several]
         for number, ids in enumerate(tokens):
             if not len(ids):
                 raise RequestError(f"text {number} has no tokens, and so no vector", "input")
-            self.engine.check_tokens(0, ids.tolist())
         return Embedding(self.engine, tokens, chosen)
 
     async def aembed(

@@ -20,6 +20,7 @@ ODD: list[Any] = [
     [2**70], [-1], {}, {"a": 1}, object(), True, [[1], [2]], range(3), np.array([1, 2]),
     np.array([1.5]), (1, 2),
 ]  # fmt: skip
+HELLO = [{"role": "user", "content": "Hello"}]
 ONE: dict[str, Any] = {"max_tokens": 1}
 
 
@@ -65,6 +66,13 @@ USES: dict[str, Callable[[quire.LLM, Any], object]] = {
     "stream": lambda llm, odd: list(llm.stream(odd, **ONE)),
     "chat": lambda llm, odd: llm.chat(odd, **ONE),
     "content": lambda llm, odd: llm.chat([{"role": "user", "content": odd}], **ONE),
+    "tools": lambda llm, odd: llm.chat(HELLO, tools=odd, **ONE),
+    "tool_choice": lambda llm, odd: llm.chat(HELLO, tool_choice=odd, **ONE),
+    "template_options": lambda llm, odd: llm.chat(HELLO, template_options=odd, **ONE),
+    "embed": lambda llm, odd: llm.embed(odd),
+    "pooling": lambda llm, odd: llm.embed("a", odd),
+    "n": lambda llm, odd: llm.generate("a", n=odd, **ONE),
+    "resize": lambda llm, odd: llm.resize(odd),
     "encode": lambda llm, odd: llm.encode(odd),
     "decode": lambda llm, odd: llm.decode(odd),
     "logits": lambda llm, odd: llm.logits(odd),
@@ -114,3 +122,25 @@ def test_odd_settings(path: Path, name: str) -> None:
             quire.load(path, **{name: odd}).close()
         except QuireError as error:
             assert str(error)
+
+
+@pytest.mark.parametrize("name", ["devices", "draft", "checkpoints", "n_ctx", "n_parallel"])
+def test_odd_plans(path: Path, name: str) -> None:
+    """None takes long, however large the numbers are."""
+    for odd in [*ODD, 2**20, 2**40, [2**40], "cpu:1GiB", ["cpu:1GiB"], ["cpu:1GiB", "cpu:1GiB"]]:
+        try:
+            assert quire.plan(path, **{name: odd}).fits
+        except QuireError as error:
+            assert str(error)
+
+
+def test_options_of_templates(llm: quire.LLM) -> None:
+    for name in ("messages", "tools"):
+        with pytest.raises(QuireError, match=f"template_options has {name}"):
+            llm.chat(HELLO, template_options={name: []}, **ONE)
+
+
+def test_no_stop_strings(llm: quire.LLM) -> None:
+    wanted = llm.generate("a", max_tokens=9, ignore_eos=True).text
+    for none in (None, [], ()):
+        assert llm.generate("a", stop=none, max_tokens=9, ignore_eos=True).text == wanted
