@@ -55,7 +55,13 @@ class Vectors(Requests):
     async def aembed(
         self, texts: Prompt | Seq[Prompt], pooling: Pooling | None = None, *, normalize: bool = True
     ) -> NDArray[np.float32]:
-        """`embed` for coroutines."""
+        """`embed` for coroutines; cancelling the task gives its pages back."""
         from asyncio import to_thread
 
-        return await to_thread(self.embed, texts, pooling, normalize=normalize)
+        work = await to_thread(self.embedding, texts, pooling)
+        try:
+            await to_thread(self.loop.beside, lambda: work)
+        except BaseException:
+            self.loop.later(work.close)  # it is done then
+            raise
+        return unit(work.vectors) if normalize else work.vectors

@@ -172,12 +172,16 @@ class Loop:
         One at a time: they give way to whatever needs room, and so would never end together.
         """
         made: list[A] = []
+
+        def step() -> bool:
+            return made[0].done or made[0].step()  # it may have been closed just before
+
         self.seat.check_process()
         with self._aside:
             try:
                 self.call(lambda: made.append(make()))
                 while not made[0].done:
-                    if not self.call(made[0].step) and not self.seat.turn(self):
+                    if not self.call(step) and not self.seat.turn(self):
                         time.sleep(NAP)  # somebody else drives those who have to end first
             finally:
                 self.call(lambda: [one.close() for one in made])

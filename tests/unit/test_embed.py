@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import quire
+from quire.engine.embedding import Embedding
 from quire.errors import BudgetError, ContextError, ModelError, RequestError
 from tests import tiny
 from tests.model_folders import model_folder
@@ -77,6 +78,31 @@ def test_any_thread_and_beside_generations(llm: quire.LLM) -> None:
             np.testing.assert_array_equal(one.result(), expected)
         assert all(one.result().text == answer for one in texts)
     np.testing.assert_array_equal(asyncio.run(llm.aembed(TEXTS)), expected)
+
+
+def test_a_task_that_is_cancelled_ends_at_once(llm: quire.LLM) -> None:
+    """Between two steps, and while it waits for others."""
+    steps = 0
+
+    async def both() -> list[BaseException | object]:
+        tasks = [asyncio.create_task(llm.aembed(["a b c " * 40] * 500)) for _ in range(2)]
+        while steps < 2:
+            await asyncio.sleep(0.001)
+        for task in tasks:
+            task.cancel()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    def counted(self: Embedding) -> bool:
+        nonlocal steps
+        steps += 1
+        return step(self)
+
+    step = Embedding.step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Embedding, "step", counted)
+        found = asyncio.run(both())  # which waits for its threads
+    assert [type(one) for one in found] == [asyncio.CancelledError] * 2 and steps < 100
+    assert llm.memory.as_dict()["stats"]["attention"]["pages_used"] == 0
 
 
 def test_little_memory_takes_more_steps(path: Path, llm: quire.LLM) -> None:
