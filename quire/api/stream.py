@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from quire.engine.loop import Job
@@ -10,8 +11,6 @@ from quire.errors import RequestError
 from quire.types import Completion
 
 if TYPE_CHECKING:
-    from asyncio import Task
-
     from quire.api.session import Session
 
 Complete = Callable[[Job], Completion]
@@ -127,19 +126,21 @@ def end_soon(job: Job | None) -> None:
 
 
 async def off_the_loop(start: Callable[[], list[Job]]) -> list[Job]:
-    """Starts requests in a thread, since compiling and tokenising take their time."""
+    """Starts requests in a thread, since compiling and tokenising take their time.
+
+    Cancelled meanwhile, it is over once they have come to be and have ended: nothing happens to a
+    session behind the back of whoever goes on with it.
+    """
     import asyncio
 
     task = asyncio.create_task(asyncio.to_thread(start))
     try:
         return await asyncio.shield(task)
-    except BaseException:
-        task.add_done_callback(_unwanted)
+    except asyncio.CancelledError:
+        while not task.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([task])
+        if not task.cancelled() and task.exception() is None:
+            for job in task.result():
+                end_soon(job)
         raise
-
-
-def _unwanted(task: Task[list[Job]]) -> None:
-    """Requests that came to be after nobody waited for them any more."""
-    if not task.cancelled() and task.exception() is None:
-        for job in task.result():
-            end_soon(job)

@@ -132,6 +132,36 @@ def test_a_cancelled_task_gives_its_pages_back(llm: quire.LLM, when: float) -> N
     assert pages(llm) == 0 and not llm.engine._sequences
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_nothing_comes_behind_a_cancelled_task(llm: quire.LLM, streams: bool) -> None:
+    """Whenever it was cancelled, its session is at rest as soon as that is known."""
+    wanted = llm.generate(PROMPTS[0], max_tokens=9, **GO).token_ids
+
+    async def read(stream: quire.AsyncStream) -> None:
+        async for _ in stream:
+            pass
+
+    async def cancelled(session: quire.Session, turns: int) -> None:
+        going = session.astream if streams else session.agenerate
+        made: Any = going(max_tokens=9, **GO)
+        task = asyncio.create_task(read(made) if streams else made)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        session.append([7])  # nothing runs on it
+        await asyncio.sleep(0.005)
+        *made, last = session.tokens[len(PROMPTS[0]) :]
+        assert made == wanted[: len(made)] and last == 7
+
+    for turns in (1, 1, 2, 2, 3, 3):
+        with llm.session().append(PROMPTS[0]) as session:
+            session.logits()
+            asyncio.run(cancelled(session, turns))
+    assert pages(llm) == 0
+
+
 def test_timeouts(llm: quire.LLM) -> None:
     slowed(llm)
 
