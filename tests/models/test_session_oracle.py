@@ -12,6 +12,7 @@ import pytest
 
 import quire
 from tests import session_kinds
+from tests.session_company import Company
 from tests.session_oracle import Oracle
 from tests.session_truth import Truth
 
@@ -24,7 +25,10 @@ def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     signal.signal(signal.SIGINT, before)
 
 
-def one_world(path: Path, kind: str, truth: Truth, seed: int, folder: Path, deeds: int) -> int:
+def one_world(
+    path: Path, kind: str, truth: Truth, seed: int, folder: Path, deeds: int,
+    user: type[Oracle] = Oracle,
+) -> int:  # fmt: skip
     """So many deeds in one tight model; how many there were in all, looks included."""
     rng = random.Random(seed)
     weights = truth.llm.model.weight_bytes
@@ -38,7 +42,7 @@ def one_world(path: Path, kind: str, truth: Truth, seed: int, folder: Path, deed
     draft = None
     if drafts:
         draft = quire.load(path, n_ctx=session_kinds.N_CTX, threads=1, beside=llm)
-    oracle = Oracle(llm, truth, seed, folder, draft=draft)
+    oracle = user(llm, truth, seed, folder, draft=draft)
     oracle.run(deeds)
     if draft:
         draft.close()
@@ -47,19 +51,33 @@ def one_world(path: Path, kind: str, truth: Truth, seed: int, folder: Path, deed
     return len(oracle.log)
 
 
-def many_worlds(kind: str, folder: Path, seeds: range, deeds: int, at_least: int = 0) -> None:
+def many_worlds(
+    kind: str, folder: Path, seeds: range, deeds: int, at_least: int = 0,
+    user: type[Oracle] = Oracle,
+) -> None:  # fmt: skip
     """One after the other, until there were enough deeds."""
     path = session_kinds.write(kind, folder)
     with quire.load(path, n_ctx=session_kinds.N_CTX, threads=1) as roomy:
         truth, done = Truth(roomy), 0
         for seed in seeds:
-            done += one_world(path, kind, truth, seed, folder, deeds)
+            done += one_world(path, kind, truth, seed, folder, deeds, user)
         assert done >= at_least
 
 
 @pytest.mark.parametrize("kind", session_kinds.KINDS)
 def test_sessions_hold_what_their_tokens_say(kind: str, tmp_path: Path) -> None:
     many_worlds(kind, tmp_path, range(4), 120)
+
+
+@pytest.mark.parametrize("kind", session_kinds.KINDS)
+def test_sessions_in_company_hold_what_their_tokens_say(kind: str, tmp_path: Path) -> None:
+    many_worlds(kind, tmp_path, range(30, 32), 100, user=Company)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", session_kinds.KINDS)
+def test_sessions_in_company_for_long(kind: str, tmp_path: Path) -> None:
+    many_worlds(kind, tmp_path, range(200, 230), 250, user=Company)
 
 
 @pytest.mark.slow
