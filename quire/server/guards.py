@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import logging
 import re
+from contextlib import suppress
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -16,6 +18,8 @@ from quire.server.page_routes import is_file, is_page
 from quire.server.settings import ServeSettings
 
 log = logging.getLogger("quire.server")
+LINGER_S = 5.0
+"""How long what comes of a refused request is still taken in, to be thrown away."""
 _LOCAL = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.IGNORECASE)
 
 
@@ -33,14 +37,15 @@ class Guards:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
+        came = _Body(receive, self._settings.max_body)
         try:
             self._check_host(headers)
             self._check_origin(headers)
             scope["quire.key"] = self._key_for(scope["path"], headers)
             self._check_length(headers)
-            await self._answer(scope, _Limited(receive, self._settings.max_body), send)
+            await self._answer(scope, came, came.drained(send))
         except ApiError as error:
-            await error.response()(scope, receive, send)
+            await error.response()(scope, receive, came.drained(send))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """What goes wrong in a route is said here, once, and not to the client in detail."""
@@ -106,18 +111,39 @@ def too_large(most: int) -> ApiError:
     return ApiError(413, f"a body has at most {most:,} bytes", code="body_too_large")
 
 
-class _Limited:
-    """Counts what comes of a body without a length."""
+class _Body:
+    """A body as it comes: it is counted, and what nobody read does not lose the answer."""
 
     def __init__(self, receive: Receive, most: int) -> None:
         self._receive = receive
         self._most = most
         self._came = 0
+        self._ended = False
 
     async def __call__(self) -> Message:
         message = await self._receive()
+        self._ended = not message.get("more_body", False)
         if message["type"] == "http.request":
             self._came += len(message.get("body", b""))
             if self._came > self._most:
                 raise too_large(self._most)
         return message
+
+    def drained(self, send: Send) -> Send:
+        """Sends; before it ends, the rest of the body comes in, for a while.
+
+        Closed while more comes in, a connection is reset, and its client never reads the answer.
+        """
+
+        async def sending(message: Message) -> None:
+            last = message["type"] == "http.response.body" and not message.get("more_body", False)
+            if last and not self._ended:
+                await send({**message, "more_body": True})
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(LINGER_S):
+                        while not self._ended:
+                            self._ended = not (await self._receive()).get("more_body", False)
+                message = {"type": "http.response.body", "body": b""}
+            await send(message)
+
+        return sending

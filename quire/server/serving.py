@@ -22,6 +22,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from quire.errors import RequestError
 from quire.server.app import build
 from quire.server.errors import ApiError
+from quire.server.guards import LINGER_S
 from quire.server.records import log_to_stderr
 from quire.server.settings import ServeSettings
 from quire.server.state import State
@@ -42,7 +43,11 @@ class _Connection(h11.Connection):
 
     def next_event(self) -> Any:
         try:
-            return super().next_event()
+            event = super().next_event()
+            if type(event) is h11.Request and _head_bytes(event) > _MOST_HEAD:
+                # A head that came in one piece was never incomplete, which is all that h11 limits.
+                raise h11.RemoteProtocolError("the head is too long", error_status_hint=431)
+            return event
         except h11.RemoteProtocolError as error:
             self.hint = error.error_status_hint
             raise
@@ -58,11 +63,16 @@ class _Connection(h11.Connection):
         return written
 
 
+def _head_bytes(request: h11.Request) -> int:
+    return len(request.target) + sum(len(name) + len(value) for name, value in request.headers)
+
+
 class Protocol(H11Protocol):
     """uvicorn's, with a deadline for whoever sends too slowly, and errors in our form."""
 
     _deadline: asyncio.TimerHandle | None = None
     _body_begun = False
+    _refused = False
 
     def connection_made(self, transport: Any) -> None:
         """The head has to come soon."""
@@ -76,6 +86,8 @@ class Protocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """A head in time, then a body in time, then nothing is waited for."""
+        if self._refused:
+            return
         super().data_received(data)
         state = self.conn.their_state
         if state is h11.SEND_BODY:
@@ -109,7 +121,12 @@ class Protocol(H11Protocol):
         status = getattr(self.conn, "hint", 400)
         text = f"a request's head has at most {_MOST_HEAD:,} bytes" if status == 431 else msg
         self.transport.write(_raw(status, text))
-        self.transport.close()
+        self._refused = True
+        # Closed while more comes in, a connection is reset, and its client never reads why.
+        self._unset_keepalive_if_required()
+        self._set_deadline(None)
+        self.transport.write_eof()
+        self.loop.call_later(LINGER_S, self.transport.close)
 
 
 def _raw(status: int, message: str) -> bytes:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import socket
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
 from http.client import HTTPResponse
@@ -134,7 +137,24 @@ def test_large_bodies(tmp_path: Path) -> None:
         assert rig.complete("a", 1)
 
 
+@pytest.mark.parametrize("chunked", [False, True])
+def test_who_sends_all_of_it_before_reading_is_told_why_not(tmp_path: Path, chunked: bool) -> None:
+    """A connection that is closed while more comes in is reset, and the answer lost."""
+    body = b'{"prompt": "' + b"x" * (16 << 20) + b'"}'
+    with serving(tmp_path, max_body=1 << 20, api_keys=("key",)) as rig:
+        for path, key, status in ((COMPLETE, "key", 413), ("/nothing", "key", 413), ("/", "", 401)):
+            headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+            data = io.BytesIO(body) if chunked else body
+            request = urllib.request.Request(rig.url + path, data, headers)  # it says "close"
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                urllib.request.urlopen(request, timeout=10)
+            assert refused.value.code == (404 if chunked and path == "/nothing" else status)
+            assert json.load(refused.value)["error"]["message"]
+
+
 def test_large_heads(rig: Rig) -> None:
+    for size, status in ((60_000, 200), (70_000, 431), (200_000, 431), (20 << 20, 431)):
+        assert rig.http.get("/health", headers={"X": "x" * size}).status_code == status
     got = raw(rig, b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * (4 << 20))
     assert b" 431 " in got
     many = b"".join(b"X-%d: y\r\n" % i for i in range(100_000))
