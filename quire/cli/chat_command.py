@@ -11,10 +11,10 @@ import click
 
 from quire import config
 from quire.cli.conversation import Conversation
+from quire.cli.drafts import drafts_from
 from quire.cli.flags import Command, in_flags
 from quire.cli.human import size_text
 from quire.cli.options import (
-    drafts_from,
     load_from,
     model_options,
     sampling_from,

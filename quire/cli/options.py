@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from typing import Any, cast
 
 import click
 
 import quire
 from quire import config
-from quire.api.requests import Speculate
 from quire.cli.streams import note
 from quire.config import KV_TYPES
-from quire.engine.drafter import Speculator
-from quire.errors import FetchError, RequestError
-from quire.speculate import NAMES, EarlyExit, FirstOf, Ngram, NgramCache
+from quire.errors import RequestError
 from quire.types import Sampling, SamplingFields
 from quire.weights import pull
 
@@ -225,43 +220,6 @@ def load_settings(options: dict[str, Any]) -> dict[str, Any]:
     )  # fmt: skip
     found = {name: options.pop(renamed.get(name, name)) for name in (*renamed, *same)}
     return found | places_from(options)
-
-
-@contextmanager
-def drafts_from(speculate: str | None, llm: quire.LLM) -> Iterator[Speculate]:
-    """Who drafts for a model; a draft model is loaded beside it."""
-    if speculate is None:
-        yield None
-        return
-    parts = [speculate] if os.path.exists(speculate) else speculate.split("+")
-    with ExitStack() as stack:
-        ways = [_way(part, llm, stack) for part in parts]
-        yield ways[0] if len(ways) == 1 else FirstOf(*ways)
-
-
-def _way(how: str, llm: quire.LLM, stack: ExitStack) -> Speculator | quire.LLM:
-    """One part of --speculate."""
-    if how in NAMES:
-        return NAMES[how]
-    name, colon, setting = how.partition(":")
-    if colon and name == "ngram":
-        return Ngram(cache=NgramCache.load(setting))
-    if colon and name == "early-exit":
-        if not setting.isdecimal():
-            raise RequestError(f"--speculate {how}: {setting!r} is no number of layers")
-        return EarlyExit(int(setting))
-    try:
-        return stack.enter_context(
-            quire.load(fetched(how), beside=llm, threads=llm.settings.threads)
-        )
-    except FetchError as error:
-        if name == "hf" or "/" in how:  # a model of the Hub: it was told why there is none
-            raise
-        raise RequestError(
-            f"--speculate has {how!r}, which is neither one of {', '.join(NAMES)}, "
-            "ngram:CACHEFILE, early-exit:LAYERS, nor a model: no file, folder or alias has this "
-            "name; several ways are joined by +"
-        ) from error
 
 
 def sampling_from(options: dict[str, Any]) -> SamplingFields:

@@ -10,9 +10,9 @@ from typing import Any
 import click
 
 import quire
+from quire.cli.drafts import drafts_from
 from quire.cli.flags import Command
 from quire.cli.options import (
-    drafts_from,
     load_from,
     model_options,
     sampling_from,

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from quire.cli.drafts import served_drafts
 from quire.cli.flags import Command
 from quire.cli.options import fetched, load_options, load_settings
 from quire.errors import RequestError
@@ -36,6 +37,9 @@ from quire.errors import RequestError
 @click.option("--max-body", default="32MiB", show_default=True, help="Most bytes of a request.")
 @click.option("--drain", default=30.0, show_default=True, type=click.FloatRange(0),
               help="Seconds that running requests get to end after SIGTERM.")  # fmt: skip
+@click.option("--speculate", metavar="HOW",
+              help="Draft tokens ahead: ngram, ngram:CACHEFILE, lookahead, early-exit or "
+              "early-exit:LAYERS; several joined by +. The output stays the same.")  # fmt: skip
 @click.option("--log-text", is_flag=True, help="Log what is asked and answered, too.")
 @load_options
 def command(**options: Any) -> None:
@@ -58,6 +62,7 @@ def command(**options: Any) -> None:
     load = load_settings(options)
     settings = ServeSettings(
         keep_alive_s=options.pop("keep_alive"), drain_s=options.pop("drain"),
-        max_body=parse_bytes(options.pop("max_body")), load=load, **options,
+        max_body=parse_bytes(options.pop("max_body")), load=load,
+        speculate=served_drafts(options.pop("speculate")), **options,
     )  # fmt: skip
     serve(settings, lambda url: click.echo(f"serving at {url}", err=True))

@@ -28,6 +28,12 @@ class ForgetBody(msgspec.Struct, kw_only=True):
     model: str | None = None
 
 
+_SIZES = ("budget_bytes", "used_bytes", "compute_bytes", "process_bytes")
+_PARTS = (
+    "breakdown", "devices", "uses", "stats", "checkpoints", "prefix", "tiers", "preemption",
+)  # fmt: skip
+
+
 async def report(state: State, name: str | None = None) -> dict[str, Any]:
     """`llm.memory.as_dict()` of a model, and what all of several hold together.
 
@@ -37,7 +43,8 @@ async def report(state: State, name: str | None = None) -> dict[str, Any]:
     model = models.find(name)
     if not model.loaded and not name and models.loaded:
         model = models.loaded[0]
-    told: dict[str, Any] = {"model": model.name, "used_bytes": 0, "breakdown": {}, "stats": {}}
+    told: dict[str, Any] = {"model": model.name, **dict.fromkeys(_SIZES, 0)}
+    told |= {part: {} for part in _PARTS}
     with model.kept():
         if model.loaded:
             told |= await model.call(model.llm.memory.as_dict)

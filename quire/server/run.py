@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from quire.api.stream import end_soon
 from quire.api.texts import ChatPrompt
 from quire.engine.constrain import Matcher
+from quire.engine.drafter import Speculator
 from quire.engine.generation import Transcript
 from quire.engine.loop import Job
 from quire.engine.request import Request
@@ -22,6 +23,7 @@ from quire.server.compilers import Compilers
 from quire.server.follow import News, Signal
 from quire.server.models import ServedModel
 from quire.server.scored import Scored
+from quire.server.timings import timings
 from quire.types import Constraint, Sampling, TokenLogprob
 
 if TYPE_CHECKING:
@@ -74,8 +76,11 @@ class Delta(NamedTuple):
 class Run:
     """Jobs of one request: choice `i` belongs to prompt `i // n`."""
 
-    def __init__(self, ask: Ask, news: News, compilers: Compilers) -> None:
+    def __init__(
+        self, ask: Ask, news: News, compilers: Compilers, speculate: Speculator | None
+    ) -> None:
         self.ask = ask
+        self._speculate = speculate
         self.jobs: list[Job] = []
         self.scores: list[list[TokenLogprob]] = []
         """Of all tokens of each prompt but the first, where they are scored."""
@@ -126,7 +131,13 @@ class Run:
                 sampling = replace(sampling, seed=(sampling.seed + n) % 2**64)
             made.append(
                 Request(
-                    tuple(prompt), sampling, ask.constraint, ask.salt, None, ask.key, ask.priority
+                    tuple(prompt),
+                    sampling,
+                    ask.constraint,
+                    ask.salt,
+                    self._speculate,
+                    ask.key,
+                    ask.priority,
                 )
             )
         return made
@@ -222,19 +233,7 @@ class Run:
 
     def timings(self) -> dict[str, float]:
         """Under llama.cpp's names; of several choices, from the first start to the last token."""
-        jobs = self.jobs
-        started, first = min(j.started for j in jobs), max(j.first for j in jobs)
-        last = max(j.last for j in jobs)
-        cached = sum(job.sequence.cached for job in self.firsts)
-        prompt_n = sum(job.prompt_tokens for job in self.firsts) - cached
-        made = sum(len(job.token_ids) for job in jobs)
-        begun = sum(bool(job.token_ids) for job in jobs)  # a first token comes with the prompt
-        prompt_ms, made_ms = (first - started) * 1e3, (last - first) * 1e3
-        return {
-            "cache_n": cached,
-            **_speed("prompt", prompt_n, prompt_n, prompt_ms),
-            **_speed("predicted", made, made - begun, made_ms),
-        }  # fmt: skip
+        return timings(self.jobs, self.firsts)
 
 
 def _begin_all(begins: list[Callable[[], Job]], tell: Callable[[], None]) -> list[Job]:
@@ -253,16 +252,6 @@ def _begin_all(begins: list[Callable[[], Job]], tell: Callable[[], None]) -> lis
 def _end_all(jobs: list[Job]) -> None:
     for job in jobs:
         end_soon(job)
-
-
-def _speed(name: str, n: int, taken: int, ms: float) -> dict[str, float]:
-    """How many tokens there were, and what those took that took the time."""
-    return {
-        f"{name}_n": n,
-        f"{name}_ms": ms,
-        f"{name}_per_token_ms": ms / taken if taken else 0.0,
-        f"{name}_per_second": taken / ms * 1e3 if ms else 0.0,
-    }
 
 
 def _finish(job: Job) -> str:
@@ -288,7 +277,7 @@ async def started(state: State, ask: Ask) -> AsyncIterator[Run]:
         await stack.enter_async_context(
             state.admission.enter(ask.key, ask.priority, max(choices, 1))
         )
-        run = Run(ask, state.news, state.compilers)
+        run = Run(ask, state.news, state.compilers, state.settings.speculate)
         state.runs.add(run)
         state.records.runs(run)
         stack.callback(state.runs.discard, run)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quire.config import cache_folder
+from quire.engine.drafter import Speculator
 from quire.errors import RequestError
 
 SaveSessions = Literal["turn", "drain", "never"]
@@ -33,6 +34,8 @@ class ServeSettings:
     drain_s: float = 30.0
     """Seconds that running requests get to end once the server is told to."""
     log_text: bool = False
+    speculate: Speculator | None = None
+    """Who drafts tokens ahead."""
     load: Mapping[str, Any] = field(default_factory=dict)
     """Settings of `quire.load`, for every model."""
 

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from quire.speculate import NAMES
 from tests.server.rig import DENSE, HYBRID, Rig, serving, turns
 
 COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -170,9 +171,11 @@ def test_to_look_at_memory_is_not_to_use_a_model(tmp_path: Path) -> None:
         memory = lambda **q: rig.http.get("/v1/memory", params=q).json()  # noqa: E731
         assert memory()["used_bytes"] == 0 == memory(model="tiny-hybrid")["shared"]["used_bytes"]
         assert not rig.state.models.loaded
+        empty = set(memory())
         rig.complete("It was", 2, model="tiny-hybrid")
         rig.complete("It was", 2)
         told = memory()
+        assert set(told) == empty
         held = told["shared"]["models"]
         assert held["tiny-dense"] == told["used_bytes"] == sum(told["breakdown"].values())
         assert held["tiny-hybrid"] == memory(model="tiny-hybrid")["used_bytes"]
@@ -224,3 +227,28 @@ def test_characters_of_several_tokens_in_the_older_form(rig: Rig) -> None:
     assert all(len(top) >= 5 for top in told["top_logprobs"][1:])
     streamed = rig.events(COMPLETE, prompt=prompt, max_tokens=0, echo=True, logprobs=5)
     assert streamed[0]["choices"][0]["logprobs"] == told
+
+
+# -- drafts -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", [DENSE, HYBRID])
+def test_drafts_change_nothing_but_the_time(tmp_path: Path, model: str) -> None:
+    prompt = "and the king said, and the queen said, and the king said, and the queen said, " * 2
+    with serving(tmp_path, model) as plain:
+        wanted = [plain.complete(prompt[i:], 60) for i in range(3)]
+        chatted = plain.chat("Say it again and again.", max_tokens=40)["choices"]
+    with serving(tmp_path, model, speculate=NAMES["ngram"]) as drafting:
+        made = [drafting.complete(prompt[i:], 60) for i in range(3)]
+        assert [one["choices"] for one in made] == [one["choices"] for one in wanted]
+        assert drafting.chat("Say it again and again.", max_tokens=40)["choices"] == chatted
+        times = made[0]["timings"]
+        assert times["draft_n"] >= times["draft_n_accepted"] > 0
+        assert "draft_n" not in wanted[0]["timings"]
+        drafting.post("/v1/sessions", id="s", prompt=prompt)
+        kept = drafting.complete("", 60, session_id="s")
+        assert kept["choices"][0]["text"] == wanted[0]["choices"][0]["text"]
+        told = drafting.http.get("/v1/sessions/s").json()
+        assert told["position"] == kept["usage"]["total_tokens"]
+        drafting.http.delete("/v1/sessions/s")
+        assert drafting.pages() == 0
