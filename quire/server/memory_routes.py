@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -77,10 +78,12 @@ async def resize(request: Request) -> Response:
 
 
 async def forget(request: Request) -> Response:
-    """Drops cached prefixes."""
+    """Drops cached prefixes of a model, or of all."""
     state: State = request.app.state.quire
     body = await read_as(request, ForgetBody)
-    model = state.models.find(body.model)
-    async with state.models.using(model) as llm:
-        await model.call(lambda: llm.forget(body.salt))
+    models = [state.models.find(body.model)] if body.model else state.models.loaded
+    for model in models:
+        with model.kept():
+            if model.loaded:  # one that is not has none
+                await model.call(partial(model.llm.forget, body.salt))
     return as_json({"object": "memory.forgotten", "salt": body.salt})

@@ -187,6 +187,21 @@ def test_to_look_at_memory_is_not_to_use_a_model(tmp_path: Path) -> None:
             memory()
 
 
+def test_all_models_forget(tmp_path: Path) -> None:
+    with serving(tmp_path, DENSE, HYBRID) as rig:
+        rig.post("/v1/memory/forget")
+        assert not rig.state.models.loaded
+        kept = lambda m: rig.state.models.by_name[m].llm.engine.prefix.index.stats()["entries"]  # noqa: E731
+        names = ("tiny-dense", "tiny-hybrid")
+        for name in names:
+            rig.complete("It was a dark night, and the wind was cold.", 2, model=name)
+        rig.post("/v1/memory/forget", model="tiny-hybrid")
+        assert kept("tiny-dense") and not kept("tiny-hybrid")
+        rig.complete("It was a dark night, and the wind was cold.", 2, model="tiny-hybrid")
+        rig.post("/v1/memory/forget")
+        assert not any(map(kept, names))
+
+
 def test_a_session_knows_its_model(tmp_path: Path) -> None:
     with serving(tmp_path, DENSE, HYBRID) as rig:
         rig.post("/v1/sessions", id="s", model="tiny-hybrid", prompt="It was")
