@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from quire.api.session import Session
 from quire.engine.session_opening import Opening
 from quire.errors import SessionFileError
+from quire.memory.saved.format import Container
 
 if TYPE_CHECKING:
     from quire.api.llm import LLM
@@ -32,6 +34,21 @@ def session_file(path: Path) -> Iterator[BinaryIO]:
         raise SessionFileError(f"{path}: cannot be opened: {error.strerror}") from error
     except ValueError as error:  # a name that no file can have
         raise SessionFileError(f"{str(path)!r}: cannot be opened: {error}") from error
+
+
+def notes_in(path: Path) -> dict[str, Any]:
+    """The notes of a saved session, whatever model it is of; SessionFileError if it has none."""
+    with session_file(path) as file:
+        container = Container(file, str(path))
+        facts = container.json(container.metadata.get("extra", ""))
+        notes = facts.get("notes") if isinstance(facts, dict) else None
+        try:
+            found = json.loads(notes) if isinstance(notes, str) else None
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            container.refuse("it is no session: it has no notes")
+        return found
 
 
 def opened(llm: LLM, file: BinaryIO, share: bool, strict: bool) -> Session:

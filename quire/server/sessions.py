@@ -7,9 +7,11 @@ import re
 import secrets
 import time
 from collections.abc import Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+from quire.api.opening import notes_in
 from quire.errors import SessionFileError
 from quire.server.errors import ApiError, not_found
 from quire.server.models import Models, ServedModel
@@ -132,7 +134,7 @@ class Sessions:
         if not path.is_file():
             raise not_found("saved session", name, code="session_not_found")
         new_id = await self.free_id(id)
-        tried = [model] if model else list(self.models.by_name.values())
+        tried = [model] if model else await asyncio.to_thread(self._likely, path)
         for number, one in enumerate(tried):
             async with self.models.using(one) as llm:
                 try:
@@ -149,6 +151,14 @@ class Sessions:
                     await asyncio.to_thread(session.close)
                     raise
         raise AssertionError("there is at least one model")
+
+    def _likely(self, path: Path) -> list[ServedModel]:
+        """All models, first the one that the file says it is of: others need not be loaded."""
+        with suppress(SessionFileError):
+            told: Any = notes_in(path).get(NOTE)
+            name = told.get("model") if isinstance(told, dict) else None
+            return sorted(self.models.by_name.values(), key=lambda one: one.name != name)
+        return list(self.models.by_name.values())
 
     def _recall(self, found: ServedSession, name: str) -> None:
         """What the file says of how it was served; it is not trusted, so only what fits."""

@@ -170,6 +170,7 @@ def test_several_models(folder: Path, gate: Gate, aside: ThreadPoolExecutor) -> 
         until(lambda: gate.waiting)
         gate.open()
         assert [each.result(30).json()["model"] for each in both] == ["tiny-dense", "tiny-hybrid"]
+        assert gate.opened == 2  # files say whose they are
         wrong = rig.refused(409, "/v1/completions", prompt="a", session_id="dense",
                             model="tiny-hybrid")  # fmt: skip
         assert wrong["code"] == "session_model"

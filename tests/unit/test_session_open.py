@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import quire
+from quire.api.opening import notes_in
 from quire.errors import RequestError, SessionFileError
 from quire.memory.saved.format import Tensor
 from quire.memory.saved.read import Reading
@@ -169,6 +170,19 @@ def test_whoever_is_short_of_memory_waits_for_a_file_that_is_written_too(
         saving.result(20)
         assert asked.result(20).token_ids == expected
         assert (tmp_path / "again.quire").read_bytes() == story.read_bytes()
+
+
+def test_notes_are_read_without_a_model(path: Path, story: Path, tmp_path: Path) -> None:
+    with quire.load(path) as llm, llm.open(story) as session:
+        session.notes["a"] = [1.5, {"b": None}]
+        session.save(tmp_path / "noted.quire")
+    assert notes_in(tmp_path / "noted.quire") == {"a": [1.5, {"b": None}]}
+    assert notes_in(story) == {}
+    data = (tmp_path / "noted.quire").read_bytes()
+    for wrong in (b"", data[:50], data[:99] + b"\x00" + data[100:]):
+        (tmp_path / "wrong.quire").write_bytes(wrong)
+        with pytest.raises(SessionFileError):
+            notes_in(tmp_path / "wrong.quire")
 
 
 def test_what_never_fits_does_not_wait_for_itself(path: Path, story: Path) -> None:
