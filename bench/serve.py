@@ -18,6 +18,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -165,6 +166,8 @@ def main() -> None:
     parser.add_argument("--llama-args", default="-np 8 -b 128", help="its better setting")
     parser.add_argument("--peer-only", action="store_true", help="try its settings")
     args = parser.parse_args()
+    if find_spec("uvloop") is None:
+        print("uvloop, which quire[serve] brings, is missing: it is slower so", file=sys.stderr)
     model = args.model or str(_default_model())
     found: dict[str, Any] = {}
     cli = [sys.executable, "-c", "from quire.cli import main; main()"]

@@ -3,18 +3,19 @@
 A step with a chunk of a prompt takes longer than one without. While sequences generate, such a
 step takes `reading_s` at most, or 2.5 times what it takes without if that is more, for many
 readers are slow by themselves; a chunk alone never takes more than `reading_s`. While a crowd of
-prompts waits, that is twice as long: every step on the way adds what readers take to everybody's
-wait. What readers lose to chunks they are owed: steps without chunks come in between, so that they
-keep a share of the speed they would have alone. A prompt's first tokens go ahead on credit, so that
-many who come at once are all answered soon; what comes behind them waits until nothing is owed.
-When nobody generates, `alone_s` bounds a step: whoever leaves or comes is noticed between steps.
+prompts waits, it is six times, up to twice `reading_s`: each of its steps computes a token for
+everybody who reads, and with fewer of them all are answered sooner. What readers lose to chunks
+they are owed: steps without chunks come in between, so that they keep a share of the speed they
+would have alone. A prompt's first tokens go ahead on credit, so that many who come at once are all
+answered soon; what comes behind them waits until nothing is owed. When nobody generates, `alone_s`
+bounds a step: whoever leaves or comes is noticed between steps.
 """
 
 from __future__ import annotations
 
 _LEAST = 32  # tokens of a chunk, however slow: a prompt's wait is bounded
 _FIRST = 512  # tokens of a prompt that go ahead on credit
-_CROWD = 8  # prompts; while more wait, readers see longer pauses
+_CROWD = 8  # prompts; while more wait, their chunks are longer
 _CREDIT_S = 2.0  # seconds that readers may be owed before those wait too
 _SHARE = 0.5  # of their own speed that readers keep beside a long prompt
 _NEW = 0.3  # weight of the last step in what is known
@@ -45,8 +46,10 @@ class Pace:
     def _chunk_s(self, going: int, waiting: int) -> float:
         """Seconds that a chunk may take beside those who generate."""
         decode_s = self._without(going)
-        most_s = self.reading_s * (2 if waiting > _CROWD else 1)
-        return max(most_s - decode_s, min(1.5 * decode_s, most_s))
+        times, most_s = 1.5, self.reading_s
+        if waiting > _CROWD:
+            times, most_s = 5.0, max(2 * self.reading_s - decode_s, self.reading_s)
+        return max(self.reading_s - decode_s, min(times * decode_s, most_s))
 
     def _without(self, going: int) -> float:
         """Seconds of a step without prompts; one who generates costs like two tokens of those."""

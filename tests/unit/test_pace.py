@@ -69,12 +69,23 @@ def test_what_a_step_takes_is_known_for_other_numbers_of_readers() -> None:
 
 
 def test_while_a_crowd_waits_its_chunks_are_longer() -> None:
-    """All are answered sooner, and who reads meanwhile still sees pauses of 0.1 s at most."""
-    pace, decode_s, token_s = Pace(), 0.01, 5e-4
-    run(pace, 8, decode_s, token_s, 50)
-    steps = [decode_s + pace.prompt_tokens(8, 512, n) * token_s for n in (1, 8, 9, 40)]
+    """All of them are answered sooner; who reads meanwhile sees pauses of 0.1 s, not more."""
+    pace, decode_s, token_s = Pace(), 0.02, 5e-4
+    run(pace, 16, decode_s, token_s, 50)
+    steps = [decode_s + pace.prompt_tokens(16, 512, n) * token_s for n in (1, 8, 9, 40)]
     assert steps[0] == steps[1] <= 0.055
     assert 0.08 <= steps[2] == steps[3] <= 0.105
+
+
+@given(st.integers(0, 64), st.integers(0, 64), st.floats(1e-3, 0.5), st.floats(1e-5, 0.1))
+def test_a_crowd_never_has_shorter_chunks(
+    going: int, waiting: int, decode_s: float, token_s: float
+) -> None:
+    pace = Pace()
+    run(pace, going, decode_s, token_s, 20)
+    pace.took(going, 0, decode_s)
+    crowded = pace.prompt_tokens(going, 512, 9 + waiting)
+    assert pace.prompt_tokens(going, 512) <= crowded
 
 
 def test_alone_a_prompt_is_computed_in_large_chunks() -> None:
