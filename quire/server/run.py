@@ -6,11 +6,12 @@ and writes the end from `usage`, `timings` and `memory`. Leaving the run ends it
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.api.stream import end_soon
 from quire.api.texts import ChatPrompt
@@ -86,8 +87,9 @@ class Run:
         """Of all tokens of each prompt but the first, where they are scored."""
         self._news = news
         self._compilers = compilers
-        self.at_end: Callable[[], Awaitable[None]] | None = None
-        """Gives back what was held for it, besides pages."""
+        self.at_end: Callable[[], Coroutine[Any, Any, None]] | None = None
+        """Gives back what was held for it, besides pages; it may be called more than once."""
+        self._ending: asyncio.Future[None] | None = None
         self._changed = Signal()
         self._failure: BaseException | None = None
 
@@ -163,8 +165,13 @@ class Run:
         self._news.tell(self)
 
     def wake(self) -> None:
-        """Something came of one of its jobs."""
+        """Something came of one of its jobs.
+
+        What was held is given back when all of them are done, whether or not somebody reads it.
+        """
         self._changed.wake()
+        if self.at_end and self._ending is None and all(job.done for job in self.jobs):
+            self._ending = asyncio.ensure_future(self.at_end())
 
     def fail(self, error: BaseException) -> None:
         """The engine broke down; from any thread."""

@@ -46,6 +46,7 @@ class Turn:
         self.state = state
         self.stack = AsyncExitStack()
         self.run: Run
+        self._closing: asyncio.Future[None] | None = None
 
     async def begin(
         self, model: ServedModel, session_id: str | None, make: MakeAsk, field: str
@@ -68,6 +69,7 @@ class Turn:
             if session is not None:
                 self.stack.push_async_callback(self._end_session)
             self.run.at_end = self.close
+            self.run.wake()  # it may be over already
         except BaseException:
             await self.stack.aclose()
             raise
@@ -87,8 +89,10 @@ class Turn:
                 log.exception("session %s could not be saved", session.id)
 
     async def close(self) -> None:
-        """Gives everything back; once is enough."""
-        await self.stack.aclose()
+        """Gives everything back; once is enough, and whoever comes later waits for it too."""
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self.stack.aclose())
+        await asyncio.shield(self._closing)
 
 
 async def stream(

@@ -20,6 +20,7 @@ import pytest
 
 from quire.config import process_memory
 from quire.server import follow
+from quire.server import serving as serving_module
 from quire.server.wire import Disconnected, while_connected
 from tests.server.rig import Rig, serving
 
@@ -75,6 +76,34 @@ def test_a_client_that_leaves_is_noticed(slow: Rig, state: str, stream: bool) ->
     connection.close()
     assert until(lambda: running(slow) == 0) < 0.3
     assert slow.pages() == 0
+
+
+def test_who_does_not_read_keeps_nobody_else_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = serving_module.Protocol.connection_made
+
+    def little_room(self: Any, transport: Any) -> None:
+        listening = transport.get_extra_info("socket")
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        made(self, transport)
+
+    monkeypatch.setattr(serving_module.Protocol, "connection_made", little_room)
+    with serving(tmp_path, max_running=1) as rig:
+        rig.post("/v1/sessions", id="mine", prompt="It was")
+        body = {"session_id": "mine", "prompt": " a", "max_tokens": 200, "logprobs": 100}
+        reader = send(rig, "/v1/completions", stream=True, ignore_eos=True, temperature=0, **body)
+        until(lambda: rig.state.admission.running == 1)
+        until(lambda: rig.state.admission.running == 0)  # although hardly any of it was read
+        assert rig.http.get("/v1/sessions/mine").json()["status"] == "idle"
+        assert rig.complete("a", 2)["choices"]
+        got = b""
+        while b"[DONE]" not in got:  # and all of it is there for whoever reads it late
+            got += reader.recv(65536)
+        assert got.count(b'"finish_reason":"length"') == 1
+        reader.close()
+        rig.http.delete("/v1/sessions/mine")
+        assert rig.pages() == 0
 
 
 def test_a_client_that_leaves_the_queue_is_forgotten(slow: Rig) -> None:
