@@ -80,6 +80,8 @@ class Record:
         assert self.ask is not None
         firsts = self.run.firsts if self.run else []
         state = "waiting" if not self.jobs else "generating" if self.made else "reading"
+        if self.jobs and all(job.done for job in self.jobs):
+            state = "sending"  # all is made, and whoever asked has not read it yet
         prompt = sum(job.prompt_tokens for job in firsts) or sum(map(len, self.ask.prompts))
         return {
             "id": self.id, "state": state, "model": self.ask.model.name,

@@ -96,6 +96,9 @@ def test_who_does_not_read_keeps_nobody_else_waiting(
         until(lambda: rig.state.admission.running == 1)
         until(lambda: rig.state.admission.running == 0)  # although hardly any of it was read
         assert rig.http.get("/v1/sessions/mine").json()["status"] == "idle"
+        assert 'num_requests_running{model_name="tiny-dense"} 0.0' in rig.http.get("/metrics").text
+        (told,) = [one for one in rig.state.records.told() if one["session"] == "mine"]
+        assert told["state"] == "sending" and told["tokens"] == 200
         assert rig.complete("a", 2)["choices"]
         got = b""
         while b"[DONE]" not in got:  # and all of it is there for whoever reads it late

@@ -2,7 +2,7 @@
 
 import { $, count, follow, h, plural, say, seconds } from "./dom.js";
 
-const STATES = { waiting: "waits", reading: "reads", generating: "generates" };
+const STATES = { waiting: "waits", reading: "reads", generating: "generates", sending: "sends" };
 
 export function showRequests({ requests = [] }) {
   const running = requests.filter((one) => one.state === "reading" || one.state === "generating").length;
