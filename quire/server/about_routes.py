@@ -35,23 +35,23 @@ async def version(request: Request) -> Response:
 async def models(request: Request) -> Response:
     """All models."""
     state: State = request.app.state.quire
-    return as_json({"object": "list", "data": [_told(m) for m in state.models.by_name.values()]})
+    data = [await _told(state, one) for one in state.models.by_name.values()]
+    return as_json({"object": "list", "data": data})
 
 
 async def model(request: Request) -> Response:
     """One model; without a name, as if the slash behind were none, all of them."""
     state: State = request.app.state.quire
     name = request.path_params["id"]
-    return as_json(_told(state.models.find(name))) if name else await models(request)
+    return as_json(await _told(state, state.models.find(name))) if name else await models(request)
 
 
-def _told(model: ServedModel) -> dict[str, Any]:
+async def _told(state: State, model: ServedModel) -> dict[str, Any]:
     told: dict[str, Any] = {
         "id": model.name, "object": "model", "created": model.created, "owned_by": "quire",
-        "loaded": model.loaded, "max_model_len": None,
+        "loaded": model.loaded, "max_model_len": await state.models.context(model),
     }  # fmt: skip
     if model.loaded:
-        told["max_model_len"] = model.llm.n_ctx
         told["meta"] = {
             "n_vocab": model.llm.tokenizer.n_vocab, "n_ctx": model.llm.n_ctx,
             "n_ctx_train": model.llm.model.n_ctx_train,

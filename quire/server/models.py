@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -16,6 +17,7 @@ from quire.devices.budget import Budget, Share
 from quire.engine.pace import Pace
 from quire.engine.room import Rank
 from quire.errors import BudgetError, QuireError, RequestError
+from quire.models.registry import open_weights
 from quire.server.errors import ApiError
 from quire.server.follow import Driver, on_engine
 from quire.server.settings import ServeSettings
@@ -35,6 +37,8 @@ class ServedModel:
         """Requests and sessions that need it loaded."""
         self.last_used = time.monotonic()
         self.loading: asyncio.Task[None] | None = None
+        self.trained: int | None = None
+        """Tokens of context that its file tells of, once somebody has looked."""
         self.aside = asyncio.Lock()
         """Held by whoever computes between the steps of others: see aside.py."""
         self._llm: LLM | None = None
@@ -124,6 +128,21 @@ class Models:
             )  # fmt: skip
         return found or self.default
 
+    async def context(self, model: ServedModel) -> int | None:
+        """Tokens of a model's context; of one that is not loaded, as asked for or as it says."""
+        if model.loaded:
+            return model.llm.n_ctx
+        if self._config.n_ctx is None and model.trained is None:
+            model.trained = await asyncio.to_thread(_trained_for, model.source)
+        return self._config.n_ctx or model.trained
+
+    def expires(self, model: ServedModel) -> float:
+        """When a model is given back if nobody uses it from now on; the only one never is."""
+        if len(self.by_name) == 1:
+            return math.inf
+        rested = 0.0 if model.users else time.monotonic() - model.last_used
+        return time.time() + max(self._settings.keep_alive_s - rested, 0.0)
+
     @asynccontextmanager
     async def using(self, model: ServedModel) -> AsyncIterator[LLM]:
         """A model, loaded if need be; it stays so meanwhile."""
@@ -199,6 +218,17 @@ class Models:
         """Gives all of them back."""
         for model in self.loaded:
             await self._unload(model)
+
+
+def _trained_for(source: str) -> int | None:
+    """The context that a model's file tells of, if it can be read; whoever uses it is told."""
+    try:
+        with open_weights(pull.resolve(source, config.cache_folder())) as file:
+            name = file.metadata["general.architecture"]
+            found = file.metadata.get(f"{name}.context_length")
+    except (QuireError, OSError, KeyError):
+        return None
+    return found if isinstance(found, int) else None
 
 
 def name_of(source: str) -> str:

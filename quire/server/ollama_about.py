@@ -13,9 +13,11 @@ from starlette.responses import Response
 import quire
 from quire.server.dialect import says_errors
 from quire.server.models import ServedModel
-from quire.server.ollama_routes import KINDS, now, refuse, served
+from quire.server.ollama_routes import KINDS, refuse, served
 from quire.server.state import State
 from quire.server.wire import as_json, read_as
+
+_NEVER = datetime(2300, 1, 1, tzinfo=UTC).timestamp()
 
 
 class ShowBody(msgspec.Struct, kw_only=True):
@@ -44,7 +46,8 @@ async def loaded(request: Request) -> Response:
         held = model.llm.budget.used
         on_gpu = held if model.llm.settings.gpu is not None else 0
         told.append({
-            **_told(model), "size": held, "size_vram": on_gpu, "expires_at": now(),
+            **_told(model), "size": held, "size_vram": on_gpu,
+            "expires_at": _time(min(state.models.expires(model), _NEVER)),
             "context_length": model.llm.n_ctx,
         })  # fmt: skip
     return as_json({"models": told})
@@ -107,4 +110,8 @@ def _size(model: ServedModel) -> int:
 def _modified(model: ServedModel) -> str:
     path = _path(model)
     at = path.stat().st_mtime if path else float(model.created)
+    return _time(at)
+
+
+def _time(at: float) -> str:
     return datetime.fromtimestamp(at, UTC).isoformat().replace("+00:00", "Z")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -267,3 +268,17 @@ def test_drafts_change_nothing_but_the_time(tmp_path: Path, model: str) -> None:
         assert told["position"] == kept["usage"]["total_tokens"]
         drafting.http.delete("/v1/sessions/s")
         assert drafting.pages() == 0
+
+
+def test_models_that_are_not_loaded_say_how_much_they_read(tmp_path: Path) -> None:
+    names = ("tiny-dense", "tiny-hybrid")
+    with serving(tmp_path, DENSE, HYBRID, keep_alive_s=100.0) as rig:
+        told = rig.http.get("/v1/models").json()["data"]
+        assert [(m["max_model_len"], m["loaded"]) for m in told] == [(2048, False)] * 2
+        rig.complete("It was", 2)
+        (running,) = rig.http.get("/api/ps").json()["models"]
+        left = datetime.fromisoformat(running["expires_at"]).timestamp() - time.time()
+        assert running["name"] == "tiny-dense" and 90 < left <= 100
+    with serving(tmp_path, DENSE, HYBRID, load={"n_ctx": 300}) as rig:
+        for name in names:
+            assert rig.http.get(f"/v1/models/{name}").json()["max_model_len"] == 300
