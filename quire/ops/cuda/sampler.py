@@ -76,11 +76,12 @@ class CudaSampler:
         """Counts tokens for the penalties."""
         if not self._penalises:
             return
-        need((ids >= 0).all(), "a token that cannot be observed")
-        for token in ids.tolist():
+        tokens = ids.tolist()
+        need(min(tokens, default=0) >= 0, "a token that cannot be observed")
+        for token in tokens:
             self._counts[token] = self._counts.get(token, 0) + 1
             self._latest = token
-        self._seen += len(ids)
+        self._seen += len(tokens)
 
     def observe_prompt(self, ids: Int32) -> None:
         """Notes tokens for the repetition penalty alone."""
