@@ -21,6 +21,7 @@ using std::max;
 using std::min;
 
 struct float2 { float x, y; };
+struct uint2 { u32 x, y; };
 struct float4 { float x, y, z, w; };
 struct uint4 { u32 x, y, z, w; };
 struct Place { unsigned x, y, z; };
@@ -34,7 +35,7 @@ struct Place { unsigned x, y, z; };
 #define __launch_bounds__(...)
 #define __grid_constant__
 
-constexpr int THREADS = 256, MOST = 8, ROOM = 256 << 10;
+constexpr int THREADS = 256, UNIT = 64, MOST = 8, ROOM = 256 << 10;
 
 struct Copy { u32 to; const void* from; int size; };  // from null: zeros
 
@@ -92,6 +93,7 @@ template <class... Words> static Fiber* share(int& which, Words... words) {
 }
 
 static u32 __float_as_uint(float v) { u32 bits; memcpy(&bits, &v, 4); return bits; }
+static int __float_as_int(float v) { return (int)__float_as_uint(v); }
 static float __int_as_float(u32 bits) { float v; memcpy(&v, &bits, 4); return v; }
 static float __shfl_xor_sync(u32, float v, int o) {
   int at;
@@ -172,6 +174,9 @@ static void load_turned(u32 r[4], u32 at) {
 }
 
 struct Half {
+  static constexpr bool scaled = true;
+  static float low(u32 two) { return (float)value(two, 0); }
+  static float high(u32 two) { return (float)value(two, 1); }
   static u32 bits(float v) { _Float16 h = (_Float16)v; u16 b; memcpy(&b, &h, 2); return b; }
   static u32 pack(float low, float high) { return bits(low) | bits(high) << 16; }
   static double value(u64 two, int which) { u16 b = (u16)(two >> which * 16); _Float16 h; memcpy(&h, &b, 2); return h; }
@@ -188,6 +193,32 @@ struct Half {
     __syncwarp();
   }
 };
+
+// Two float16 in a word, as weights.cu computes with them; products and sums of two are exact in double.
+static u32 fma2(u32 a, u32 b, u32 c) {
+  auto one = [&](int i) { return (float)(Half::value(a, i) * Half::value(b, i) + Half::value(c, i)); };
+  return Half::pack(one(0), one(1));
+}
+static u32 sub2(u32 a, u32 b) { return fma2(a, 0x3c003c00, b ^ 0x80008000); }
+static u32 mul2(u32 a, u32 b) { return fma2(a, b, 0x80008000); }
+static u32 low_twice(u32 word) { return (word & 0xffff) * 0x10001; }
+static u32 high_twice(u32 word) { return (word >> 16) * 0x10001; }
+template <u32 MASK> static u32 masked_1024(u32 word) { return (word & MASK) | 0x64006400; }
+static u32 __byte_perm(u32 a, u32 b, u32 which) {
+  u32 made = 0;
+  for (int i = 0; i < 4; ++i) made |= (u32)(((u64)b << 32 | a) >> (which >> 4 * i & 7) * 8 & 255) << 8 * i;
+  return made;
+}
+
+static float4 row4(const float* row, int at, int cols) {
+  float v[4] = {};
+  for (int i = 0; i < 4 && at + i < cols; ++i) v[i] = row[at + i];
+  return {v[0], v[1], v[2], v[3]};
+}
+static float activate(int, float gate, float up) { return gate / (1 + exponential(-gate)) * up; }
+static float4 activate4(int act, float4 g, float4 u) {
+  return {activate(act, g.x, u.x), activate(act, g.y, u.y), activate(act, g.z, u.z), activate(act, g.w, u.w)};
+}
 
 // ---- launches ---------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ COMPILER = shutil.which("c++")
 KERNEL = re.compile(r'extern "C" __global__ .*? (\w+)\(const (?:__grid_constant__ )?(\w+) a\)')
 RUN = """
 extern "C" bool run_{0}(const void* given, int threads, int x, int y, int z, int cluster, int seed) {{
-  return launch([](const void* a) {{ kernels::{0}(*(const kernels::{1}*)a); }}, given, threads, x, y, z, cluster, seed);
+  return launch([](const void* a) {{ {2}::{0}(*(const {2}::{1}*)a); }}, given, threads, x, y, z, cluster, seed);
 }}
 """  # noqa: E501
 
@@ -35,8 +35,12 @@ def _compiled(files: tuple[str, ...], **defines: object) -> ctypes.CDLL:
     folder = Path(mkdtemp())
     source = _without_assembly(nvrtc.source_of(files[1:]))
     source = re.sub(r"extern __shared__ .*\n", "", source)
-    runs = "".join(RUN.format(*kernel) for kernel in KERNEL.findall(source))
-    text = f'#include "host.h"\nnamespace kernels {{\n{source}}}\n{runs}'
+    source = re.sub(
+        r"(?ms)^#ifdef (\w+)\n.*?^#endif\n", lambda m: m[0] if m[1] in defines else "", source
+    )
+    space = folder.name  # its own: what templates hold, libraries of one process would share
+    runs = "".join(RUN.format(*kernel, space) for kernel in KERNEL.findall(source))
+    text = f'#include "host.h"\nnamespace {space} {{\n{source}}}\n{runs}'
     (folder / "kernels.cpp").write_text(text)
     options = ["-O1", "-std=c++17", "-ffp-contract=off", "-w", "-shared", "-fPIC", f"-I{HERE}"]
     options += [f"-D{name}={value}" for name, value in defines.items()]
@@ -55,7 +59,7 @@ class HostKernel:
 
     def resident(self, shared: int) -> int:
         """Blocks that fit."""
-        return int(shared <= 256 << 10)
+        return min((256 << 10) // max(shared, 1), 2)
 
     def launch(
         self, stream: int, grid: tuple[int, int, int], shared: int, arguments: ctypes.Structure,

@@ -58,7 +58,7 @@ def stack(code: bytes) -> int:
 
 def compiled(files: list[str], architecture: str, **defines: object) -> bytes:
     return nvrtc.compile_source(
-        nvrtc.source_of(["common", "weights", *files]), architecture, defines
+        nvrtc.source_of(["common", "norm", "weights", *files]), architecture, defines
     )
 
 

@@ -60,7 +60,7 @@ def _fitting(
             other = STAGES[second.format.bits][i][0]
             shared = max(shared, _room(second, name, columns, other))
             given |= {"SECOND": second.format.native, "SECOND_STAGES": other}
-        kernel = on.kernel(("common", "weights", "few"), name, _THREADS, **given)
+        kernel = on.kernel(("common", "norm", "weights", "few"), name, _THREADS, **given)
         found = min(kernel.resident(shared), bound)
         if found and (best is None or found > best[2]):
             best = kernel, shared, found

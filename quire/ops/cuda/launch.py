@@ -112,7 +112,7 @@ class Slices:
     def join(self, base: torch.Tensor) -> None:
         """Adds them one after the other, then to `base` or over it."""
         on = native(self.machine.device)
-        kernel = on.kernel(("common", "rows"), "join", 128)
+        kernel = on.kernel(("common", "norm", "rows"), "join", 128)
         grid = -(-self.parts.shape[2] // 512), self.x.n, 1
         kernel.launch(on.stream, grid, 0, self.arguments(base, base))
 
@@ -127,7 +127,7 @@ def prepare(
     aligned = all((at(each) or 0) % 16 == 0 for each in (x, norm)) and x.stride(0) % 4 == 0
     source = 2 if joined else int(aligned and cols % 4 == 0 and not (act or fine))
     kernel = on.kernel(
-        ("common", "rows"), f"prepare_{name}", _THREADS, SOURCE=source,
+        ("common", "norm", "rows"), f"prepare_{name}", _THREADS, SOURCE=source,
         KEPT=min(-(-cols // (4 * _THREADS)), MOST_KEPT),
     )  # fmt: skip
     given = _Prepare(
