@@ -60,7 +60,7 @@ class Stream(asyncio.Protocol):
             await self.over
         finally:
             transport.abort()
-        assert self.times, self._whole[:400]
+        assert self.times, self._came[:400]
         return self
 
     def connection_made(self, transport: Any) -> None:
@@ -77,7 +77,7 @@ class Stream(asyncio.Protocol):
             self.over.set_result(None)
 
     @property
-    def _whole(self) -> bytes:
+    def _came(self) -> bytes:
         return b"".join(data for _, data in self._pieces)
 
     @property
@@ -88,11 +88,17 @@ class Stream(asyncio.Protocol):
             at += len(data)
             ends.append(at)
         found = []
-        for event in _EVENT.finditer(self._whole):
+        for event in _EVENT.finditer(self._came):
             choices = json.loads(event[1]).get("choices")
             if choices and choices[0].get("text"):
                 found.append(self._pieces[bisect_left(ends, event.end())][0])
         return found
+
+    @property
+    def whole(self) -> bool:
+        """Whether it came to its end; tokens may have come several at a time."""
+        ended = rb'"finish_reason":\s*"length".*\[DONE\]'
+        return re.search(ended, self._came, re.DOTALL) is not None
 
     @property
     def first(self) -> float:
@@ -286,4 +292,4 @@ async def drained(url: str, end: Any) -> bool:
         await asyncio.sleep(0.01)
     end()
     await asking
-    return len(stream.times) >= 118  # a token may have no text of its own
+    return stream.whole

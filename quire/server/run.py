@@ -289,5 +289,7 @@ async def started(state: State, ask: Ask) -> AsyncIterator[Run]:
         state.records.runs(run)
         stack.callback(state.runs.discard, run)
         stack.callback(run.close)
+        if not ask.model.llm.engine.scheduler.active:
+            await state.arrivals.gathered()
         await run.begin()
         yield run

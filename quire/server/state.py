@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from quire.server.admission import Admission
+from quire.server.arrivals import Arrivals
 from quire.server.compilers import Compilers
 from quire.server.errors import ApiError, told
 from quire.server.follow import News
@@ -34,6 +35,7 @@ class State:
         self.sessions = Sessions(self.models, settings.sessions_in)
         self.compilers = Compilers()
         self.admission = Admission(settings.max_running, settings.max_queue)
+        self.arrivals = Arrivals()
         self.records = Records(settings.log_text, self.models.by_name)
         self.live = Live(self)
         self.ready = False

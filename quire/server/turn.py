@@ -64,7 +64,8 @@ class Turn:
                 session = await state.sessions.get(session_id, model)
                 self.stack.enter_context(session.owned("generating"))
             with about(field):
-                ask = await make(llm, session)
+                with state.arrivals.coming():
+                    ask = await make(llm, session)
                 self.run = await self.stack.enter_async_context(started(state, ask))
             if session is not None:
                 self.stack.push_async_callback(self._end_session)

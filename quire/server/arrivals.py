@@ -1,0 +1,60 @@
+"""Requests that come together begin together.
+
+An engine with nothing to do would begin with the first of them, and all others would wait for that
+step and come in small chunks, beside somebody who reads. So whoever is first waits for those whose
+text is just being read, for a moment; who comes alone does not wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+MOMENT_S = 0.03
+"""Seconds that anybody waits for others, at most."""
+PAUSE_S = 0.003
+"""Seconds after which, of several that came, the last is taken to be there."""
+
+
+class Arrivals:
+    """Who is about to begin; only for the event loop's own thread."""
+
+    def __init__(self) -> None:
+        self._came = 0
+        self._coming = 0
+        self._gathering: asyncio.Future[None] | None = None
+        self._all_here = asyncio.Event()
+
+    @contextmanager
+    def coming(self) -> Iterator[None]:
+        """While what a client sent becomes tokens."""
+        self._came += 1
+        self._coming += 1
+        self._all_here.clear()
+        try:
+            yield
+        finally:
+            self._coming -= 1
+            if not self._coming:
+                self._all_here.set()
+
+    async def gathered(self) -> None:
+        """Until others who come at this time are there too, or for a moment."""
+        if self._gathering is None:
+            if not self._coming:
+                return
+            self._gathering = asyncio.ensure_future(self._gather())
+        await asyncio.shield(self._gathering)  # all go on at once
+
+    async def _gather(self) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._others(), MOMENT_S)
+        self._gathering = None
+
+    async def _others(self) -> None:
+        came = 0
+        while came != self._came:
+            came = self._came
+            await self._all_here.wait()
+            await asyncio.sleep(PAUSE_S)

@@ -1,0 +1,71 @@
+"""Requests that come together begin together, and nobody waits for long."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from quire.server import arrivals
+from quire.server.arrivals import Arrivals
+
+
+async def arrive(gate: Arrivals, after: float, reads: float, told: list[str]) -> None:
+    """Comes, reads for a while, and begins with the others."""
+    await asyncio.sleep(after)
+    with gate.coming():
+        await asyncio.sleep(reads)
+    told.append("here")
+    await gate.gathered()
+    told.append("begins")
+
+
+def test_who_comes_alone_does_not_wait() -> None:
+    async def alone() -> None:
+        gate = Arrivals()
+        with gate.coming():
+            pass
+        with pytest.raises(StopIteration):
+            gate.gathered().send(None)  # to its end without a pause
+
+    asyncio.run(alone())
+
+
+def test_those_who_come_together_begin_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrivals, "MOMENT_S", 5.0)
+    monkeypatch.setattr(arrivals, "PAUSE_S", 0.1)
+
+    async def many() -> list[str]:
+        gate, told = Arrivals(), []
+        times = [(0, 0.04), (0.01, 0.01), (0.02, 0.03), (0.055, 0.01)]  # one in the pause
+        await asyncio.gather(*(arrive(gate, *both, told) for both in times))
+        return told
+
+    assert asyncio.run(many()) == ["here"] * 4 + ["begins"] * 4
+
+
+def test_nobody_waits_for_long() -> None:
+    async def slow() -> None:
+        gate, told = Arrivals(), []
+        reads = asyncio.create_task(arrive(gate, 0, 60, told))
+        await asyncio.sleep(0)
+        await asyncio.wait_for(arrive(gate, 0, 0, told), 5)
+        assert told == ["here", "begins"]
+        reads.cancel()
+
+    asyncio.run(slow())
+
+
+def test_who_leaves_meanwhile_holds_nobody_up() -> None:
+    async def leaving() -> list[str]:
+        gate, told = Arrivals(), []
+        first, second, slow = (
+            asyncio.create_task(arrive(gate, 0, reads, told)) for reads in (0, 0, 0.01)
+        )
+        await asyncio.sleep(0.005)
+        first.cancel()
+        slow.cancel()
+        await asyncio.wait_for(second, 5)
+        return told
+
+    assert asyncio.run(leaving()).count("begins") == 1
