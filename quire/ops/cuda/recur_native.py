@@ -12,8 +12,8 @@ from quire.ops.cuda.nvrtc import Kernel, Native, native
 from quire.ops.cuda.recurrent_layer import CudaLayer, CudaStates, Places
 
 THREADS, ENTRIES = 128, 16
-ROWS, SCANNERS = 64, 128
-"""Rows of a state in a block of recur_scan.cu, and its threads."""
+ROWS = 32
+"""Rows of a state in a block of recur_scan.cu."""
 RELATED = 2 * ENTRIES + 4
 TOKENS, MANY = 4, 256
 """Tokens that a warp of recur_mix.cu takes if there are many, and how many these are."""
@@ -52,9 +52,8 @@ def takes(machine: Machine, layer: CudaLayer, log_tokens: int) -> bool:
 
 def kernel_of(machine: Machine, layer: CudaLayer, name: str, **more: int) -> Kernel:
     """A kernel for a layer's shape."""
-    threads = SCANNERS if name == "recur" else THREADS
     return native(machine.device).kernel(
-        ("common", "recur", f"recur_{FILES[name]}"), name, threads, DK=layer.dk, DV=layer.dv,
+        ("common", "recur", f"recur_{FILES[name]}"), name, THREADS, DK=layer.dk, DV=layer.dv,
         HEADS=layer.heads, K_HEADS=layer.k_heads, TILED=int(layer.tiled),
         DELTA=int(layer.kind == "delta"), **more,
     )  # fmt: skip

@@ -1,10 +1,10 @@
 // Any tokens of each sequence, after `relate`, in chunks between folds.
 
-constexpr int ROWS = 64;               // of a state in a block
-constexpr int R = 8;                   // of them in a thread; 16 threads share those
+constexpr int ROWS = 32;               // of a state in a block
+constexpr int R = 4;                   // of them in a thread; 16 threads share those
 constexpr int BLOCK = ROWS / R * 16;   // threads
 constexpr int MINE = (PARTS + 1) / 2;  // parts of a row that a thread has: even ones or odd ones
-constexpr int FOUR = DK > 128 ? 2 : 4; // tokens that meet the state at a time
+constexpr int FOUR = 4;                // tokens that meet the state at a time
 
 // Tokens between two folds, at the places that they have in a log, and what `relate` tells of them.
 struct Chunk {
@@ -200,7 +200,7 @@ __device__ __forceinline__ void fold(Rows& s, const Scan& scan, const Chunk& chu
   for (int r = 0; r < R; r++)
 #pragma unroll
     for (int i = 0; i < MINE; i++) s[r][i] = scaled(s[r][i], decay);
-#pragma unroll 2
+#pragma unroll 4
   for (int e = 0; e < n; e++) {
     float by[R];
 #pragma unroll
@@ -216,7 +216,7 @@ __device__ __forceinline__ void fold(Rows& s, const Scan& scan, const Chunk& chu
 
 // Block x has some rows of a head, block y a sequence. While some threads have a row each, the others
 // fetch the next chunk.
-extern "C" __global__ void __launch_bounds__(BLOCK, 2) recur(const RecurArgs a) {
+extern "C" __global__ void __launch_bounds__(BLOCK, DK > 128 ? 2 : 4) recur(const RecurArgs a) {
   Scan& scan = *(Scan*)shared_memory;
   const Place p = place<ROWS>();
   const Spot at;
