@@ -94,7 +94,8 @@ SHAPES = {
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_native_kernels_keep_states_in_registers(shape: str, architecture: str) -> None:
-    more = {"COLUMNS": min(int(SHAPES[shape]["DV"]), 128), "EACH": 2, "WIDTH": 4, "TOKENS": 4}
+    columns = min(SHAPES[shape]["DV"], (1 << 14) // SHAPES[shape]["DK"])
+    more = {"COLUMNS": columns, "EACH": 2, "WIDTH": 4, "TOKENS": 4}
     defines: dict[str, object] = {**SHAPES[shape], **more}
     for kernel, file in recur_native.FILES.items():
         source = nvrtc.source_of(["common", "recur", f"recur_{file}"])

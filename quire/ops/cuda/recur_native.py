@@ -71,8 +71,12 @@ def _scan_bytes(layer: CudaLayer) -> int:
 
 
 def _columns(layer: CudaLayer, n_seqs: int, processors: int) -> int:
-    """Rows of a state that a block of `decode` has at a time: many, unless too few were left."""
-    sizes = [size for size in (128, 64, 32, 16) if layer.dv % size == 0]
+    """Rows of a state that a block of `decode` has at a time: many, unless too few were left.
+
+    Up to 64 KiB, so that three blocks fit on a multiprocessor.
+    """
+    fits = [size for size in (128, 64, 32, 16) if size * layer.dk <= 1 << 14]
+    sizes = [size for size in fits if layer.dv % size == 0]
     for size in sizes:
         if _parts(layer, size) * n_seqs >= 2 * processors:
             return size
