@@ -8,6 +8,7 @@
     multiply.py few.py launch.py many.py   which kernel a product takes
     attend_native.py prompts.py   how attention of one token, and of prompts, is cut and launched
     paged.py       what attention is made of: kinds of rows, layers, a step's pages
+    recurrent_layer.py            recurrent layers, and where their states and logs lie
     recurrent_rows.py recur_native.py   which kernel a recurrent layer takes
     sampler.py     drawing.py     what a generation counts, and how its tokens are drawn and told
     copies.py      pages to the host and back, beside the kernels

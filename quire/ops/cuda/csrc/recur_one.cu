@@ -18,6 +18,17 @@ __device__ __forceinline__ void fetch(float4* to, const float* state, bool known
     copy16_if(shared_address(to + (step * PARTS + j) * 128 + threadIdx.x), known ? from + 32 * j : state, known);
 }
 
+// What a thread has of a log for some rows: u of its row, log-decays of the last entry and of its own.
+struct Logged {
+  float u[ENTRIES], c_last, c_mine;
+  __device__ __forceinline__ Logged(const float* log, long long stride, int n, int entry, const Place& p) {
+    const float *us = log + KEYS + p.head * DV + p.start + threadIdx.x, *cs = log + KEYS + VALUES + p.head;
+#pragma unroll
+    for (int e = 0; e < ENTRIES; e++) u[e] = threadIdx.x < COLUMNS && e < n ? load(us + e * stride) : 0.f;
+    c_last = n ? load(cs + (n - 1) * stride) : 0.f, c_mine = n ? load(cs + entry * stride) : 0.f;
+  }
+};
+
 // Block x has COLUMNS of a head, then the next ones, block y a sequence. The first state is on its way
 // before the token is waited for: the kernel that makes it writes neither state nor entries; and what
 // follows in the state replaces what was used. Eight threads share a row of the state, and each waits for
@@ -42,18 +53,9 @@ extern "C" __global__ void __launch_bounds__(128) decode(const RecurArgs a) {
     const int shared = p.shared;
     p = place<COLUMNS>(blockIdx.x * EACH + part);
     const bool another = part == 0 || p.shared != shared;  // key
+    const Logged logged(log, a.log_stride, n, entry, p);
     float4 key[PARTS];
-    float c_last = 0.f, c_mine = 0.f, u[ENTRIES];
-#pragma unroll
-    for (int e = 0; e < ENTRIES; e++) {
-      const float* us = log + e * a.log_stride + KEYS + p.head * DV + p.start;
-      u[e] = has_row && e < n ? load(us + threadIdx.x) : 0.f;
-    }
-    if (n) {
-      if (another) load_part(key, log + entry * a.log_stride + p.shared * DK, p.lane8);
-      const float* cs = log + KEYS + VALUES + p.head;
-      c_last = load(cs + (n - 1) * a.log_stride), c_mine = load(cs + entry * a.log_stride);
-    }
+    if (n && another) load_part(key, log + entry * a.log_stride + p.shared * DK, p.lane8);
     const float by = a.a[p.head], bias = a.dt_bias[p.head], skip = DELTA ? 0.f : a.skip[p.head];
     if (part == 0) {
       wait_for_previous();
@@ -72,14 +74,14 @@ extern "C" __global__ void __launch_bounds__(128) decode(const RecurArgs a) {
       product = over_row(dot(key, own), dot(key, other));
     }
     g.dt = step_of(a, gate, bias);
-    g.c = __fmaf_rn(by, g.dt, c_last), g.decay = expf(g.c), g.rate = DELTA ? rate_of(rate) : 0.f;
+    g.c = __fmaf_rn(by, g.dt, logged.c_last), g.decay = expf(g.c), g.rate = DELTA ? rate_of(rate) : 0.f;
     if (p.lane8 % 4 == 0) {
-      const float share = p.group < n ? expf(__fsub_rn(g.c, c_mine)) : 0.f;
+      const float share = p.group < n ? expf(__fsub_rn(g.c, logged.c_mine)) : 0.f;
       one.shares[which][p.group] = p.group == n && which ? product : __fmul_rn(product, share);
     }
     __syncthreads();
-    const float logged_k = DELTA ? of_entries(one.shares[0], u, ENTRIES) : 0.f, own_share = one.shares[1][n];
-    const float logged_q = of_entries(one.shares[1], u, ENTRIES);
+    const float logged_k = DELTA ? of_entries(one.shares[0], logged.u, ENTRIES) : 0.f, own_share = one.shares[1][n];
+    const float logged_q = of_entries(one.shares[1], logged.u, ENTRIES);
     const Place next = place<COLUMNS>(blockIdx.x * EACH + part + 1);
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
