@@ -47,7 +47,6 @@ def child(model: str, which: str, n_ctx: int) -> None:
         torch.cuda.reset_peak_memory_stats()
         with load(model, device="cuda", n_gpu_layers=n, n_ctx=n_ctx) as llm:
             torch.cuda.reset_peak_memory_stats()  # what packing took is given back
-            llm.engine.prefix.remember = lambda entries: None  # nobody plans for cached prefixes
             run(llm, n_ctx)
             found = facts(llm)
             plan = planned(llm)
@@ -67,6 +66,7 @@ def run(llm: Any, n_ctx: int) -> None:
     vocab = llm.model.n_vocab
     for times, tail in ((2, 200), (1, 132)):
         for turn in range(times):
+            llm.forget()  # nobody plans for cached prefixes
             ids = [((7 + turn) * i + 3) % (vocab - 10) + 5 for i in range(n_ctx - tail)]
             llm.generate(ids, max_tokens=tail, ignore_eos=True)
 

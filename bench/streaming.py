@@ -4,9 +4,9 @@
 
 MODEL is a path or a made-up model (see _made_up.py). For each length of a prompt, tokens per second
 `waiting` for the GPU after every step; without, so that it has one chunk while the host computes
-the next (both with `exact_batches=True`); and `streaming`, products of the host's layers free to
-be computed on the GPU (`exact_batches=False`), with what was measured of both ways. Prompts are
-new each time; medians of rounds. Ends with one JSON line.
+the next (both with `exact_batches=True`); and `streaming`, networks of the host's layers free to
+pass through the GPU (`exact_batches=False`), with what was measured of both ways. Prompts are new
+each time; medians of rounds. Ends with one JSON line.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def measured(args: argparse.Namespace, way: str) -> list[dict[str, Any]]:
             row: dict[str, Any] = {"tokens/s": statistics.median(speeds[1:])}
             if (streaming := llm._streaming) is not None:
                 row |= {
-                    "host ms of a layer": 1e3 * streaming.host_s * min(tokens, 512),
+                    "host ms of a network": 1e3 * streaming.host_s * min(tokens, 512),
                     "streamed ms": 1e3 * streaming.gpu_s, "streamed": streaming.runs,
                 }  # fmt: skip
             row = {name: round(value, 2) for name, value in row.items()}

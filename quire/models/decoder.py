@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quire.models.ends import total_bytes
-from quire.models.layers import Mixer, Network
+from quire.models.layers import Mixer, Network, total_bytes
 from quire.models.loader import EMBEDDING, MIXER, OUTPUT, Kit, Part
 from quire.models.sizes import Sizes
 from quire.ops import Array, Ops
@@ -116,8 +115,11 @@ class Decoder:
         return {mixer.group for mixer, _ in self.layers[:layer]}
 
     def stream(self, streaming: Streaming) -> None:
-        """Lets long prompts run products of the host elsewhere."""
-        self.layers = [streaming.layer(*each) for each in self.layers]
+        """Lets long prompts run networks of the host elsewhere."""
+        self.layers = [
+            (mixer, network.streamed(streaming) if network else None)
+            for mixer, network in self.layers
+        ]
         self._list_calls()
 
     def close(self) -> None:
@@ -142,7 +144,7 @@ class Decoder:
                 tables[at] = None if rope is None else ops.rope_table(rope, batch.positions)
             if ops is not here:
                 x = cross(x, here, ops)
-            x = mix(x, groups[group], tables[at])
+            mix(x, groups[group], tables[at])
             if there is not ops:
                 x = cross(x, ops, there)
             here = there

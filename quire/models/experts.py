@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import ModelError
-from quire.models.ends import total_bytes
-from quire.models.layers import Network
+from quire.models.layers import Network, total_bytes
 from quire.models.loader import DOWN, EXPERTS, NETWORK, Kit
 from quire.models.sizes import DenseSizes
 from quire.ops import SILU_MUL, Array, Ops

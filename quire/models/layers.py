@@ -8,7 +8,7 @@ the mixers that keep a state, `experts` the networks of several experts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -16,12 +16,11 @@ import numpy as np
 from quire.devices.device import GroupKernels
 from quire.memory.groups.layout import GroupSpec
 from quire.memory.groups.state_layout import RecurrentSpec
-from quire.models.ends import Ends, GatedEnds, Mixing, Product, total_bytes
 from quire.models.loader import MIXER, NETWORK, Kit, Rows
 from quire.models.page_kernels import attention_kernels
 from quire.models.sizes import DenseSizes
 from quire.models.windows import FULL, WINDOW
-from quire.ops import SILU_MUL, Array, Heads, Ops, Rope
+from quire.ops import SILU_MUL, Array, Heads, Matrix, Ops, Rope
 from quire.ops.batch import GroupPages
 
 if TYPE_CHECKING:
@@ -39,13 +38,11 @@ class Mixer(Protocol):
     """The handle of its rotary embedding; None without one."""
     ops: Ops
     """Of the device it is on."""
+    nbytes: int
+    """Bytes that its matrices hold."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that its matrices hold."""
-
-    def add_to(self, x: Array, memory: GroupPages, rope: Array | None) -> Array:
-        """x + mixer(norm(x)), in x where it can be; `rope` is the table of the positions."""
+    def add_to(self, x: Array, memory: GroupPages, rope: Array | None) -> None:
+        """x += mixer(norm(x)); `rope` is the table of this step's positions."""
 
     def declare(self, mixers: Sequence[Any]) -> tuple[GroupSpec | RecurrentSpec, GroupKernels]:
         """The group that these make up, this one among them, and what can be done to its pages."""
@@ -71,7 +68,12 @@ class Network(Protocol):
         """The same, but for what of it may be run on a GPU now and then."""
 
 
-class _Attending(Mixing):
+def total_bytes(matrices: Iterable[Matrix]) -> int:
+    """Bytes that matrices hold together."""
+    return sum(int(matrix.nbytes) for matrix in matrices)
+
+
+class _Attending:
     """What both kinds of attention have in common: heads over the pages of their group.
 
     A layer with `reads` stores no keys and values: it looks at those of that layer.
@@ -83,7 +85,7 @@ class _Attending(Mixing):
     ) -> None:  # fmt: skip
         self.layer, self.rope, self.reads = layer, kit.rope(rope), reads
         self.group = kit.group(WINDOW if window else FULL)
-        self.ops = kit.ops
+        self.ops, self._eps = kit.ops, c.eps
         sizes = c.n_heads, c.n_kv_heads, c.head_dim, c.head_dim
         scale = c.head_dim**-0.5 if scale is None else scale
         self._shape = Heads(*sizes, scale, window, softcap)
@@ -95,6 +97,9 @@ class _Attending(Mixing):
         q_norm = norm("attn_q_norm", c.head_dim) if qk_norm else None
         k_norm = norm("attn_k_norm", c.head_dim) if qk_norm and reads is None else None
         self._heads = kit.heads(self._shape, q_norm, k_norm, c.eps)
+        self._norm = norm("attn_norm", c.width)
+        columns = c.n_heads * c.head_dim
+        self._out = kit.load.matrix(columns, (f"{at}attn_output.weight", c.width))
 
     def declare(self, mixers: Sequence[_Attending]) -> tuple[GroupSpec, GroupKernels]:
         """The group of these layers, and the turning and moving of what they store."""
@@ -110,20 +115,6 @@ class _Attending(Mixing):
             reuse={mixer.layer: mixer.reads for mixer in mixers if mixer.reads is not None},
         )
         return spec, attention_kernels(self.ops, self._heads, self.rope)
-
-    def recall(self, y: Array, memory: GroupPages, rope: Array | None) -> Array:
-        """Attention over the pages, where keys and values of y are stored unless it only reads."""
-        k, v = memory.offsets[self.layer]
-        if self.reads is None:
-            return self.ops.attention(y, self._heads, memory.pages, rope, k, v)
-        return self.ops.attention(y, self._heads, memory.pages, rope, k, v, store=False)
-
-
-def _outer(c: DenseSizes, layer: int) -> tuple[Rows, Product]:
-    """The norm of what attention reads, and the product of what it makes."""
-    at = f"blk.{layer}."
-    out = Product(c.n_heads * c.head_dim, ((f"{at}attn_output.weight", c.width),))
-    return (f"{at}attn_norm.weight", c.width), out
 
 
 class Attention(_Attending):
@@ -142,14 +133,28 @@ class Attention(_Attending):
             kit, c, layer, rope, qk_norm=qk_norm, window=window, scale=scale, softcap=softcap,
             reads=reads,
         )  # fmt: skip
-        at, (norm, out) = f"blk.{layer}.", _outer(c, layer)
+        load, at = kit.load, f"blk.{layer}."
         q, kv = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
         parts = [("attn_q", q)] + ([("attn_k", kv), ("attn_v", kv)] if reads is None else [])
-        weights: list[Rows] = [(f"{at}{name}.weight", rows) for name, rows in parts]
+        self._qkv = load.matrix(c.width, *((f"{at}{name}.weight", rows) for name, rows in parts))
         biases: list[Rows] = [(f"{at}{name}.bias", rows) for name, rows in parts]
-        qkv = Product(c.width, tuple(weights), tuple(biases) if bias else ())
-        post = (f"{at}{post_norm}.weight", c.width) if post_norm else None
-        self.ends = Ends(kit, c.eps, norm, qkv, out, post)
+        self._bias = load.vector(*biases) if bias else None
+        self._post_norm = load.vector((f"{at}{post_norm}.weight", c.width)) if post_norm else None
+        self.nbytes = total_bytes((self._qkv, self._out))
+
+    def add_to(self, x: Array, memory: GroupPages, rope: Array | None) -> None:
+        """x += attention(norm(x))."""
+        ops = self.ops
+        k, v = memory.offsets[self.layer]
+        y = ops.linear(x, self._qkv, self._norm, self._eps, bias=self._bias)
+        if self.reads is None:
+            y = ops.attention(y, self._heads, memory.pages, rope, k, v)
+        else:
+            y = ops.attention(y, self._heads, memory.pages, rope, k, v, store=False)
+        if self._post_norm is None:
+            ops.linear(y, self._out, into=x)
+        else:
+            ops.add_norm(x, ops.linear(y, self._out), self._post_norm, self._eps)
 
 
 class GatedAttention(_Attending):
@@ -161,13 +166,23 @@ class GatedAttention(_Attending):
     def __init__(self, kit: Kit, c: DenseSizes, layer: int, rope: Rope) -> None:
         kit = kit.at(MIXER, layer)
         super().__init__(kit, c, layer, rope, qk_norm=True)
-        at, (norm, out) = f"blk.{layer}.", _outer(c, layer)
+        load, at = kit.load, f"blk.{layer}."
         q, kv = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
         rows = np.arange(2 * q).reshape(c.n_heads, 2, c.head_dim)
         query, gate = ((f"{at}attn_q.weight", 2 * q, rows[:, i].ravel()) for i in (0, 1))
         k_v = (f"{at}attn_k.weight", kv), (f"{at}attn_v.weight", kv)
-        qkv, gates = Product(c.width, (query, *k_v)), Product(c.width, (gate,))
-        self.ends = GatedEnds(kit, c.eps, norm, qkv, out, gates)
+        self._qkv = load.matrix(c.width, query, *k_v)
+        self._gate = load.matrix(c.width, gate)
+        self.nbytes = total_bytes((self._qkv, self._gate, self._out))
+
+    def add_to(self, x: Array, memory: GroupPages, rope: Array | None) -> None:
+        """x += attention(norm(x))."""
+        ops = self.ops
+        k, v = memory.offsets[self.layer]
+        qkv = ops.linear(x, self._qkv, self._norm, self._eps)
+        gate = ops.linear(x, self._gate, self._norm, self._eps)
+        y = ops.attention(qkv, self._heads, memory.pages, rope, k, v)
+        ops.linear(ops.gate_sigmoid(y, gate), self._out, into=x)
 
 
 class GatedNetwork:

@@ -11,15 +11,15 @@ import numpy as np
 from quire.devices.device import GroupKernels
 from quire.errors import ModelError
 from quire.memory.groups.state_layout import RecurrentSpec
-from quire.models.ends import Ends, GatedEnds, Mixing, Product
+from quire.models.layers import total_bytes
 from quire.models.loader import MIXER, Kit, Loader, Rows
 from quire.models.page_kernels import recurrent_group, recurrent_kernels
 from quire.models.sizes import Sizes
-from quire.ops import Array, Recurrent
+from quire.ops import Array, Matrix, Recurrent
 from quire.ops.batch import GroupPages
 
 
-class _Recurring(Mixing):
+class _Recurring:
     """What recurrent mixers have in common; order is all they know of positions: no rope."""
 
     group: str
@@ -30,18 +30,13 @@ class _Recurring(Mixing):
     def __init__(self, kit: Kit, c: Sizes, layer: int) -> None:
         self.layer = layer
         self.group = kit.group(self.group)
-        self.ops = kit.ops
-        self.norm: Rows = (f"blk.{layer}.attn_norm.weight", c.width)
+        self.ops, self._eps = kit.ops, c.eps
+        self._norm = kit.load.vector((f"blk.{layer}.attn_norm.weight", c.width))
 
     def declare(self, mixers: Sequence[_Recurring]) -> tuple[RecurrentSpec, GroupKernels]:
         """The group of these layers, and the folding of their logs."""
         layers = {mixer.layer: mixer.recurrent for mixer in mixers}
         return recurrent_group(self.ops, self.group, layers), recurrent_kernels(self.ops, layers)
-
-    def recall(self, y: Array, memory: GroupPages, rope: Array | None) -> Array:
-        """What the states make of y, which goes into them or their logs."""
-        state, log = memory.offsets[self.layer]
-        return self.ops.recur(y, self.recurrent, memory.pages, state, log)
 
 
 class ShortConv(_Recurring):
@@ -56,14 +51,22 @@ class ShortConv(_Recurring):
         kit = kit.at(MIXER, layer)
         super().__init__(kit, c, layer)
         load, at = kit.load, f"blk.{layer}.shortconv."
-        enter = _product(load, f"{at}in_proj", c.width, 3 * c.width)
+        self._enter, self._enter_bias = _linear(load, f"{at}in_proj", c.width, 3 * c.width)
         bias = f"{at}conv.bias"
         self.recurrent = kit.ops.short_conv(
             load.array(f"{at}conv.weight", (c.width, taps)),
             load.array(bias, (c.width,)) if load.has(bias) else None,
         )
-        out = _product(load, f"{at}out_proj", c.width, c.width)
-        self.ends = Ends(kit, c.eps, self.norm, enter, out)
+        self._out, self._out_bias = _linear(load, f"{at}out_proj", c.width, c.width)
+        self.nbytes = total_bytes((self._enter, self._out))
+
+    def add_to(self, x: Array, memory: GroupPages, rope: Array | None) -> None:
+        """x += convolution(norm(x))."""
+        ops = self.ops
+        state, log = memory.offsets[self.layer]
+        inputs = ops.linear(x, self._enter, self._norm, self._eps, bias=self._enter_bias)
+        mixed = ops.recur(inputs, self.recurrent, memory.pages, state, log)
+        ops.linear(mixed, self._out, bias=self._out_bias, into=x)
 
 
 @dataclass(frozen=True)
@@ -93,39 +96,27 @@ class Ssd(_Recurring):
     def __init__(self, kit: Kit, c: Sizes, layer: int, shape: SsdShape) -> None:
         kit = kit.at(MIXER, layer)
         super().__init__(kit, c, layer)
-        load, at = kit.load, f"blk.{layer}."
-        columns = shape.inner + shape.channels + shape.n_heads
-        enter = _product(load, f"{at}ssm_in", c.width, columns)
-        out = _product(load, f"{at}ssm_out", shape.inner, c.width)
-        self.ends = SsdEnds(kit, c.eps, self.norm, enter, out, shape, f"{at}ssm_norm.weight")
-        self.recurrent = _ssd(kit, at, shape)
-
-
-class SsdEnds(Ends):
-    """[z | x B C | dt] of norm(x), and a norm gated by z before the last product."""
-
-    def __init__(
-        self, kit: Kit, eps: float, norm: Rows, enter: Product, out: Product, shape: SsdShape,
-        name: str,
-    ) -> None:  # fmt: skip
-        super().__init__(kit, eps, norm, enter, out)
-        self._made = eps, norm, enter, out, shape, name
         self._inner, self._row = shape.inner, shape.norm_shape[-1]
         self._inputs = shape.channels + shape.n_heads
-        self._gated_norm = kit.ops.vector(kit.load.array(name, shape.norm_shape).ravel())
+        load, at = kit.load, f"blk.{layer}."
+        columns = shape.inner + self._inputs
+        self._enter, self._enter_bias = _linear(load, f"{at}ssm_in", c.width, columns)
+        self.gated_norm = kit.ops.vector(
+            load.array(f"{at}ssm_norm.weight", shape.norm_shape).ravel()
+        )
+        self.recurrent = _ssd(kit, at, shape)
+        self._out, self._out_bias = _linear(load, f"{at}ssm_out", shape.inner, c.width)
+        self.nbytes = total_bytes((self._enter, self._out))
 
-    def enter(self, x: Array) -> tuple[Array, Array | None]:
-        """All but z, and z."""
-        ops = self.ops
+    def add_to(self, x: Array, memory: GroupPages, rope: Array | None) -> None:
+        """x += recurrence(norm(x))."""
+        ops, inner = self.ops, self._inner
+        state, log = memory.offsets[self.layer]
         mixed = ops.linear(x, self._enter, self._norm, self._eps, bias=self._enter_bias)
-        gate = ops.columns(mixed, 0, self._inner)
-        return ops.columns(mixed, self._inner, self._inputs), gate
-
-    def leave(self, x: Array, y: Array, kept: Array | None) -> None:
-        """x += out(norm(y · silu(z)))."""
-        assert kept is not None
-        y = self.ops.gated_norm(y, kept, self._gated_norm, self._eps, self._row, True)
-        self.ops.linear(y, self._out, bias=self._out_bias, into=x)
+        gate, inputs = ops.columns(mixed, 0, inner), ops.columns(mixed, inner, self._inputs)
+        heads = ops.recur(inputs, self.recurrent, memory.pages, state, log)
+        heads = ops.gated_norm(heads, gate, self.gated_norm, self._eps, self._row, True)
+        ops.linear(heads, self._out, bias=self._out_bias, into=x)
 
 
 def _ssd(kit: Kit, at: str, shape: SsdShape) -> Recurrent:
@@ -191,30 +182,24 @@ class DeltaNet(_Recurring):
         kit = kit.at(MIXER, layer)
         super().__init__(kit, c, layer)
         load, at, shape = kit.load, f"blk.{layer}.", kind.shape
+        self._row = shape.dv
         qkvba, z = kind.inputs(load, at, shape)
-        enter, gate = Product(c.width, tuple(qkvba)), Product(c.width, tuple(z))
-        out = Product(shape.values, ((f"{at}ssm_out.weight", c.width),))
-        gated_norm: Rows = (f"{at}ssm_norm.weight", shape.dv)
-        self.ends = DeltaEnds(kit, c.eps, self.norm, enter, out, gate, gated_norm)
+        self._enter = load.matrix(c.width, *qkvba)
+        self._gate = load.matrix(c.width, *z)
+        self._out = load.matrix(shape.values, (f"{at}ssm_out.weight", c.width))
+        self._gated_norm = load.vector((f"{at}ssm_norm.weight", shape.dv))
         self.recurrent = _delta_net(kit, at, kind)
+        self.nbytes = total_bytes((self._enter, self._gate, self._out))
 
-
-class DeltaEnds(GatedEnds):
-    """With z as the gate of a norm of each head."""
-
-    def __init__(
-        self, kit: Kit, eps: float, norm: Rows, enter: Product, out: Product, gate: Product,
-        gated_norm: Rows,
-    ) -> None:  # fmt: skip
-        super().__init__(kit, eps, norm, enter, out, gate)
-        self._made = eps, norm, enter, out, gate, gated_norm
-        self._gated_norm, self._row = kit.load.vector(gated_norm), gated_norm[1]
-
-    def leave(self, x: Array, y: Array, kept: Array | None) -> None:
-        """x += out(norm(y) · silu(z))."""
-        assert kept is not None
-        y = self.ops.gated_norm(y, kept, self._gated_norm, self._eps, self._row, False)
-        self.ops.linear(y, self._out, into=x)
+    def add_to(self, x: Array, memory: GroupPages, rope: Array | None) -> None:
+        """x += delta_net(norm(x))."""
+        ops = self.ops
+        state, log = memory.offsets[self.layer]
+        qkvba = ops.linear(x, self._enter, self._norm, self._eps)
+        z = ops.linear(x, self._gate, self._norm, self._eps)
+        y = ops.recur(qkvba, self.recurrent, memory.pages, state, log)
+        y = ops.gated_norm(y, z, self._gated_norm, self._eps, self._row, False)
+        ops.linear(y, self._out, into=x)
 
 
 def _delta_net(kit: Kit, at: str, kind: DeltaKind) -> Recurrent:
@@ -227,7 +212,7 @@ def _delta_net(kit: Kit, at: str, kind: DeltaKind) -> Recurrent:
     return kit.ops.delta_net(s.n_k, s.n_v, s.dk, s.dv, conv, None, ssm_a, dt_bias, kind.tiled)
 
 
-def _product(load: Loader, name: str, cols: int, rows: int) -> Product:
-    """A matrix, with a bias where the file has one."""
-    bias: tuple[Rows, ...] = ((f"{name}.bias", rows),) if load.has(f"{name}.bias") else ()
-    return Product(cols, ((f"{name}.weight", rows),), bias)
+def _linear(load: Loader, name: str, cols: int, rows: int) -> tuple[Matrix, Array | None]:
+    """A matrix, and its bias where there is one."""
+    bias = load.vector((f"{name}.bias", rows)) if load.has(f"{name}.bias") else None
+    return load.matrix(cols, (f"{name}.weight", rows)), bias

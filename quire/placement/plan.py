@@ -12,6 +12,7 @@ from quire.ops.passing import ROOMS, STAGED, UNPACKED
 from quire.placement.described import Described
 from quire.placement.facts import ModelFacts
 
+_LAYER = (MIXER, NETWORK, EXPERTS, DOWN)
 Places = Mapping[Part, int]
 """The number of the device that each part is on; the host is the last."""
 
@@ -235,24 +236,20 @@ def _streaming(
     if at == host:
         return STAGED * on_gpu
     here, passing = (
-        frozenset(part for part, place in places.items() if place == each and part.layer >= 0)
-        for each in (main, host)
+        frozenset(part for part, place in places.items() if place == each and part.kind in kinds)
+        for each, kinds in ((main, _LAYER), (host, _LAYER[1:]))
     )  # fmt: skip
     arrays = model.compute(kind, passing) - (model.compute(kind, here) if here else 0)
     return ROOMS * room + UNPACKED * on_gpu + max(arrays, 0)
 
 
 def passing_room(model: ModelFacts, kind: str, places: Places, host: int) -> int:
-    """Bytes of the largest layer that is on the host, or of its network or experts alone."""
+    """Bytes of the largest network, or experts of a network, that are on the host."""
     sizes = [0]
     for i in range(model.n_layers):
-        parts = model.layer_parts(i)
-        here = [part for part in parts if places[part] == host]
-        whole = len(here) == len(parts)
-        away = [part for part in parts if part.kind != MIXER]
-        if whole or (away and all(places[p] == host for p in away if p.kind != NETWORK)):
-            mine = here if whole else [part for part in here if part.kind != MIXER]
-            sizes.append(sum(model.weights(kind, part) for part in mine))
+        away = [part for part in model.layer_parts(i) if part.kind != MIXER]
+        if away and all(places[part] == host for part in away if part.kind != NETWORK):
+            sizes.append(sum(model.weights(kind, p) for p in away if places[p] == host))
     return max(sizes)
 
 

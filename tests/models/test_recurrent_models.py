@@ -101,7 +101,7 @@ def test_a_norm_whose_axis_of_one_was_dropped(tmp_path: Path) -> None:
         assert shapes == [(1, 512), (512,)]
         one, other = load_model(file), load_model(flat)
     for (a, _), (b, _) in zip(one.layers, other.layers, strict=True):
-        assert np.array_equal(ops.numpy(a.ends._gated_norm), ops.numpy(b.ends._gated_norm))
+        assert np.array_equal(ops.numpy(a.gated_norm), ops.numpy(b.gated_norm))
 
 
 @pytest.mark.parametrize("name", ["tiny-recurrent", "lfm2"])

@@ -286,7 +286,7 @@ def test_weights_pass_through_for_long_prompts(kind: str, tmp_path: Path) -> Non
             take = found.take
             found.take = lambda at, take=take, sent=sent: (sent.append(at), take(at))[1]  # type: ignore[method-assign]
             assert np.array_equal(llm.logits(ids), wanted)
-            assert sent == (list(range(len(found._parts))) if gpu_s < host_s else [])
+            assert sent == (list(range(len(found._networks))) if gpu_s < host_s else [])
             sent.clear()
             assert np.array_equal(llm.logits(ids[:20]), wanted[:20]) and not sent
             llm.memory.audit()
@@ -339,7 +339,7 @@ def test_one_room_is_filled_while_the_other_is_used(
         wanted = llm.generate(ids, max_tokens=4, ignore_eos=True).token_ids
     with quire.load(path, exact_batches=False, **split) as llm:
         found = llm._streaming
-        assert found is not None and len(found._parts) == 3 and len(made) == 1
+        assert found is not None and len(found._networks) == 3 and len(made) == 1
         found.measured = lambda *_, **__: None  # type: ignore[method-assign]
         found.host_s, found.gpu_s = 1.0, 1e-9
         llm.engine.scheduler.max_tokens = 70
