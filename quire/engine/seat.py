@@ -22,7 +22,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from quire.engine.signals import SignalsLater
-from quire.engine.waiting import NAP, Call, Steps, Waiter
+from quire.engine.waiting import NAP, Bell, Call, Steps, Waiter
 from quire.errors import QuireError, RequestError
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ class Seat:
         self._waiters: list[Waiter] = []
         self._guests: list[Waiter] = []  # those that cannot drive themselves
         self._thread: threading.Thread | None = None
-        self._news = threading.Event()
+        self._news = Bell()
         self._dismissed = False
 
     def check_process(self) -> None:
@@ -133,14 +133,22 @@ class Seat:
 
     def tidy(self) -> None:
         """Ends what nobody holds, does what was put off, and what others asked for."""
+        self._catch_up()
+        while self._calls:
+            self._run(self._calls.popleft())
+
+    def _run(self, call: Call[Any]) -> None:
+        """Does what somebody asked for, behind all that they let go of before."""
+        self._catch_up()
+        call.run()
+
+    def _catch_up(self) -> None:
         while self._gone:
             if ending := self._endings.pop(self._gone.popleft(), None):
                 self._later.append(ending)
         while self._later:
             with suppress(QuireError):  # nobody is there to hear of it
                 self._later.popleft()()
-        while self._calls:
-            self._calls.popleft().run()
 
     # -- turns ----------------------------------------------------------------------------------
 
@@ -192,7 +200,7 @@ class Seat:
         for waiter in self._waiters[:1]:
             waiter.wake()
         if self._guests:
-            self._news.set()
+            self._news.ring()
 
     # -- a thread of its own --------------------------------------------------------------------
 
@@ -200,12 +208,12 @@ class Seat:
         """Somebody who cannot drive: the seat's own thread does so until they are done."""
         self.check_process()
         self._guests.append(waiter)
-        with self._mutex:
+        with SignalsLater(), self._mutex:
             self._dismissed = False
             if self._thread is None:
                 self._thread = threading.Thread(target=self._drive, name="quire", daemon=True)
                 self._thread.start()
-        self._news.set()
+        self._news.ring()
 
     def remove_guest(self, waiter: Waiter) -> None:
         """They wait no more."""
@@ -222,7 +230,6 @@ class Seat:
             try:
                 if not self.turn(guest.steps):
                     self._news.wait(NAP)
-                    self._news.clear()
             except BaseException as error:
                 for one in list(self._guests):
                     one.fail(error)
@@ -233,7 +240,6 @@ class Seat:
         for guest in list(self._guests):
             guest.wake()
         if self._news.wait(0 if self._dismissed else _IDLE):
-            self._news.clear()
             return False
         with self._mutex:
             if not all(guest.done() for guest in self._guests):
@@ -244,7 +250,7 @@ class Seat:
     def dismiss(self) -> None:
         """Lets its own thread go as soon as nobody needs it, and waits for that for a while."""
         self._dismissed = True
-        self._news.set()
+        self._news.ring()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(_IDLE)

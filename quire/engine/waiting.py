@@ -4,11 +4,33 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Generic, Protocol, TypeVar
 
 T = TypeVar("T")
 NAP = 0.05
 """Seconds after which a sleeper looks for itself."""
+
+
+class Bell:
+    """Wakes one who sleeps, or who will.
+
+    A `threading.Event` takes several steps in Python for that. An interrupt between them lets go of
+    a lock that another thread holds, or holds on to one for ever; a bare lock has no between.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def ring(self) -> None:
+        """Wakes them; once is enough."""
+        with suppress(RuntimeError):  # it rings already
+            self._lock.release()
+
+    def wait(self, seconds: float) -> bool:
+        """Sleeps so long at most; whether it rang."""
+        return self._lock.acquire(timeout=seconds)
 
 
 class Steps(Protocol):
@@ -24,11 +46,11 @@ class Waiter:
     def __init__(self, steps: Steps, done: Callable[[], bool]) -> None:
         self.steps = steps
         self.done = done
-        self._event = threading.Event()
+        self._bell = Bell()
 
     def wake(self) -> None:
         """It is done, or it may drive."""
-        self._event.set()
+        self._bell.ring()
 
     def fail(self, error: BaseException) -> None:
         """Whoever drove for it met an error."""
@@ -36,8 +58,7 @@ class Waiter:
 
     def sleep(self) -> None:
         """Until it is woken, or for a nap."""
-        self._event.wait(NAP)
-        self._event.clear()
+        self._bell.wait(NAP)
 
 
 class Call(Generic[T]):
@@ -47,7 +68,8 @@ class Call(Generic[T]):
         self._fn = fn
         self._result: T | None = None
         self._error: BaseException | None = None
-        self._finished = threading.Event()
+        self.done = False
+        self._bell = Bell()
         self.dropped = False
 
     def run(self) -> None:
@@ -57,11 +79,14 @@ class Call(Generic[T]):
                 self._result = self._fn()
         except BaseException as error:
             self._error = error
-        self._finished.set()
+        self.done = True
+        self._bell.ring()
 
     def finished(self) -> bool:
         """Waits for a nap at most; whether it was done."""
-        return self._finished.wait(NAP)
+        if not self.done:
+            self._bell.wait(NAP)
+        return self.done
 
     def result(self) -> T:
         """What came of it."""

@@ -119,10 +119,6 @@ class _Call(Call[T]):
         super().__init__(fn)
         self._unwanted = unwanted
 
-    @property
-    def done(self) -> bool:
-        return self._finished.is_set()
-
     def undo(self) -> None:
         """Nobody wants what came of it, if anything did."""
         if self._error is None and self._result is not None:

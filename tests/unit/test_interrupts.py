@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
 
 import quire
+from quire.engine.seat import Seat
 from quire.engine.signals import SignalsLater
+from quire.engine.waiting import Call, Waiter
 from tests import tiny
 from tests.model_folders import model_folder
 
@@ -221,3 +225,67 @@ def test_an_append_that_failed_is_undone_before_others_go_on(tmp_path: Path) -> 
             s.append([7] * 200)
         assert s.tokens == [1, 2, 3, 4, 5]
         assert np.array_equal(s.logits(), llm.logits([1, 2, 3, 4, 5])[-1])
+
+
+def interrupted_at(nth: int, call: Callable[[], object]) -> bool:
+    """Whether an interrupt before the nth bytecode of a call came before its end."""
+    left = nth
+
+    def traced(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal left
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left -= 1
+            if left == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return traced
+
+    sys.settrace(traced)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+def test_who_is_interrupted_asleep_or_waking_harms_no_other_thread() -> None:
+    sleeper, other = Waiter(lambda: None, lambda: False), Waiter(lambda: None, lambda: False)  # type: ignore[arg-type]
+    errors: list[BaseException] = []
+    turns, over = 0, False
+
+    def wake_and_sleep() -> None:
+        nonlocal turns
+        try:
+            while not over:
+                sleeper.wake()
+                other.sleep()
+                turns += 1
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wake_and_sleep, daemon=True)
+    thread.start()
+    for call in (sleeper.sleep, other.wake):
+        nth = 1
+        while interrupted_at(nth, call):
+            nth += 1
+    over, before = True, turns
+    other.wake()
+    thread.join(10)
+    assert not thread.is_alive() and not errors and turns > before
+
+
+def test_what_was_let_go_of_ends_before_what_is_asked_then() -> None:
+    """Though somebody drives who is at what was asked before."""
+    seat, order = Seat(), []
+
+    def first() -> None:
+        seat.later(lambda: order.append("let go"))
+        seat._calls.append(Call(lambda: order.append("asked")))
+
+    seat._calls.append(Call(first))
+    seat.call(lambda: None)
+    assert order == ["let go", "asked"]
