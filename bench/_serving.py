@@ -34,6 +34,14 @@ def body(text: str, tokens: int, stream: bool = True) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def request(url: str, text: str, tokens: int) -> bytes:
+    """The same as a client sends it."""
+    data = json.dumps(body(text, tokens)).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {url}\r\nConnection: close\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    return head.encode() + data
+
+
 class Stream(asyncio.Protocol):
     """One streamed request, and when each of its tokens came.
 
@@ -42,10 +50,7 @@ class Stream(asyncio.Protocol):
     """
 
     def __init__(self, url: str, text: str, tokens: int) -> None:
-        data = json.dumps(body(text, tokens)).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: {url}\r\nConnection: close\r\n"
-        head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-        self._request = head.encode() + data
+        self._request = request(url, text, tokens)
         self._pieces: list[tuple[float, bytes]] = []
         self._url = url
         self.over = asyncio.get_running_loop().create_future()
@@ -53,9 +58,8 @@ class Stream(asyncio.Protocol):
 
     async def run(self) -> Stream:
         """Asks, and reads to the end; who is cancelled leaves."""
-        host, _, port = self._url.partition(":")
         loop = asyncio.get_running_loop()
-        transport, _ = await loop.create_connection(lambda: self, host, int(port))
+        transport, _ = await loop.create_connection(lambda: self, *self._url.split(":"))
         try:
             await self.over
         finally:
@@ -173,15 +177,11 @@ async def after_leaving(url: str) -> dict[str, float]:
     others = [asyncio.create_task(ask(url, prompt(300, 600 + i), 200)) for i in range(8)]
     await asyncio.sleep(1.0)
     await asyncio.gather(*(leave(one) for one in others))
-    stream = await ask(url, prompt(20, 700), 4)
-    return {"newcomer_first_s": stream.first}
+    return {"newcomer_first_s": (await ask(url, prompt(20, 700), 4)).first}
 
 
 async def beside_a_peer(url: str, tokens: int, pid: int) -> dict[str, Any]:
-    """What is asked of every server; told as it comes, since it takes a while.
-
-    `others` is the share of the machine that other programs took meanwhile.
-    """
+    """What is asked of every server, and the share of the machine that `others` took meanwhile."""
     found: dict[str, Any] = {}
     phases: dict[str, Any] = {
         "8 clients": lambda: crowd(url, 8, 100, tokens),
@@ -260,13 +260,7 @@ async def full(url: str) -> dict[str, float]:
         await asyncio.sleep(0.3)
         second = asyncio.create_task(ask(url, prompt(20, 811), 2000))
         await asyncio.sleep(0.1)
-        await http.get("/livez")  # the first request of a client takes it a while by itself
-        refusals = []
-        for _ in range(20):
-            start = time.perf_counter()
-            answer = await http.post("/v1/completions", json=body("x", 4))
-            refusals.append(time.perf_counter() - start)
-            assert answer.status_code == 429, answer.text
+        refusals = [await _refused(url) for _ in range(20)]
         await leave(second)
         start = time.perf_counter()
         while await _waiting(http):
@@ -275,6 +269,17 @@ async def full(url: str) -> dict[str, float]:
         await leave(first)
         await _until_idle(http)
     return {"refusal_s": p99(refusals), "left_queue_s": queued}
+
+
+async def _refused(url: str) -> float:
+    """Seconds until a refusal, for a client that does nothing else."""
+    start = time.perf_counter()
+    reader, writer = await asyncio.open_connection(*url.split(":"))
+    writer.write(request(url, "x", 4))
+    head = await reader.readline()
+    writer.close()
+    assert b" 429 " in head, head
+    return time.perf_counter() - start
 
 
 async def _waiting(http: httpx.AsyncClient) -> bool:
@@ -291,5 +296,4 @@ async def drained(url: str, end: Any) -> bool:
     while len(stream.times) < 5:
         await asyncio.sleep(0.01)
     end()
-    await asking
-    return stream.whole
+    return (await asking).whole
