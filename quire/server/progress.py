@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from quire.server.run import Run
+from quire.server.timings import speed
 
 _EVERY_S = 0.1
 
@@ -33,15 +34,21 @@ class Watched:
             if processed > told:
                 told = processed
                 ms = (time.perf_counter() - started) * 1e3
-                yield {"prompt_progress": {
-                    "total": total, "cache": cached, "processed": told, "time_ms": ms,
-                }}  # fmt: skip
+                progress = {"total": total, "cache": cached, "processed": told, "time_ms": ms}
+                yield {"prompt_progress": progress, **self._so_far(cached, told - cached, ms)}
                 continue
             if any(job.done or job.token_ids for job in jobs):
                 processed = total
                 continue
             await asyncio.sleep(_EVERY_S)
             processed = sum(min(job.sequence.computed, job.prompt_tokens) for job in jobs)
+
+    def _so_far(self, cached: int, n: int, ms: float) -> dict[str, Any]:
+        """Timings of a prompt that is still being computed."""
+        if not self._timings:
+            return {}
+        prompt = speed("prompt", n, n, ms if n else 0.0)
+        return {"timings": {"cache_n": cached, **prompt, **speed("predicted", 0, 0, 0.0)}}
 
     def token(self) -> dict[str, Any]:
         """What is told with each piece of an answer."""

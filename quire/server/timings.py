@@ -16,13 +16,13 @@ def timings(jobs: list[Job], firsts: list[Job]) -> dict[str, float]:
     prompt_ms, made_ms = (first - started) * 1e3, (last - first) * 1e3
     return {
         "cache_n": cached,
-        **_speed("prompt", prompt_n, prompt_n, prompt_ms),
-        **_speed("predicted", made, made - begun, made_ms),
+        **speed("prompt", prompt_n, prompt_n, prompt_ms),
+        **speed("predicted", made, made - begun, made_ms),
         **_drafts(jobs),
     }
 
 
-def _speed(name: str, n: int, taken: int, ms: float) -> dict[str, float]:
+def speed(name: str, n: int, taken: int, ms: float) -> dict[str, float]:
     """How many tokens there were, and what those took that took the time."""
     return {
         f"{name}_n": n,

@@ -266,6 +266,7 @@ def test_the_progress_of_a_prompt_and_the_speed_of_an_answer(rig: Rig, path: str
     told = [one["prompt_progress"] for one in events if "prompt_progress" in one]
     total = told[0]["total"]
     assert told[0]["processed"] == told[0]["cache"] and told[-1]["processed"] == total
+    assert events[0]["timings"]["prompt_n"] == events[0]["timings"]["prompt_ms"] == 0
     assert total == events[-1]["timings"]["prompt_n"] + events[-1]["timings"]["cache_n"]
     assert all(a["processed"] < b["processed"] for a, b in pairwise(told))
     behind = events[len(told) :]
