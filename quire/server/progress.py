@@ -10,7 +10,7 @@ from typing import Any
 from quire.server.run import Run
 from quire.server.timings import speed
 
-_EVERY_S = 0.1
+_EVERY_S = 0.03
 
 
 class Watched:
