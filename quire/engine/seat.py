@@ -238,7 +238,8 @@ class Seat:
     def _nothing_to_do(self) -> bool:
         """Whether the thread has waited for long enough."""
         for guest in list(self._guests):
-            guest.wake()
+            if guest.done():  # one that has just come is not
+                guest.wake()
         if self._news.wait(0 if self._dismissed else _IDLE):
             return False
         with self._mutex:

@@ -7,11 +7,13 @@ import gc
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 import quire
+from quire.engine.seat import Seat
+from quire.engine.waiting import Waiter
 from quire.errors import RequestError
 from tests import tiny
 
@@ -291,3 +293,18 @@ def test_the_loops_own_thread_goes_when_it_is_idle(
         threading.Event().wait(0.05)
     assert llm.loop.seat._thread is None
     assert len(asyncio.run(llm.agenerate([1], max_tokens=2, **GO)).token_ids) == 2
+
+
+def test_whoever_comes_just_as_the_thread_finds_nothing_to_do_waits_all_the_same() -> None:
+    class Late(Waiter):
+        woken = False
+
+        def wake(self) -> None:
+            self.woken = True
+
+    seat, steps = Seat(), cast(Any, None)
+    done, late = Late(steps, lambda: True), Late(steps, lambda: False)
+    seat._guests += [done, late]
+    seat._news.set()
+    assert not seat._nothing_to_do()
+    assert done.woken and not late.woken
