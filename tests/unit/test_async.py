@@ -305,6 +305,6 @@ def test_whoever_comes_just_as_the_thread_finds_nothing_to_do_waits_all_the_same
     seat, steps = Seat(), cast(Any, None)
     done, late = Late(steps, lambda: True), Late(steps, lambda: False)
     seat._guests += [done, late]
-    seat._news.set()
+    seat._news.ring()
     assert not seat._nothing_to_do()
     assert done.woken and not late.woken
