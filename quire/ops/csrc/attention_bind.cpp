@@ -68,8 +68,8 @@ Array attend_pages(Cpu& cpu, const Array& q, const AttentionShape& shape, Pages&
     };
     const int64_t count = int64_t(plan.items.size());
     const bool small = plan.scores * (shape.dk + shape.dv) < 200'000;  // not worth waking anybody
-    // The heads of a tile lie side by side in its pages: where there is enough for everybody, one thread has them all.
-    const bool many = count >= int64_t(8) * shape.n_kv_heads * cpu.pool.size();
+    // The heads of a token lie side by side in its pages: where there is enough for all threads, one has them all.
+    const bool many = plan.most_rows == 1 && count >= int64_t(8) * shape.n_kv_heads * cpu.pool.size();
     cpu.pool.parallel(count, small ? count : many ? shape.n_kv_heads : 1, work);
     return out;
 }
