@@ -9,6 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.devices.budget import Budget
 from quire.engine.generation import Generation, StopRules
 from quire.engine.planner import Planner
 from quire.engine.scheduler import Scheduler
@@ -73,7 +74,10 @@ class CountingRoom:
 
 
 class NoPrefixes:
-    """Nothing is known of any prompt."""
+    """Nothing is known of any prompt, and no file is read or written."""
+
+    def __init__(self) -> None:
+        self.budget = Budget(1)
 
     def start_over(self, sequence: Sequence) -> None:
         assert sequence.status is LOST
