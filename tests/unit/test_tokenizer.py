@@ -279,7 +279,7 @@ class TestBounds:
         ids = tokenizer.encode(text)
         assert tokenizer.encode(text, max_tokens=len(ids)) == ids
         assert tokenizer.encode("", add_special=False, max_tokens=0) == []
-        with pytest.raises(ContextError, match=f"more than {len(ids) - 1} tokens"):
+        with pytest.raises(ContextError, match=f"has {len(ids)} tokens, and {len(ids) - 1} fit"):
             tokenizer.encode(text, max_tokens=len(ids) - 1)
 
     @pytest.mark.parametrize("tokenizer", tokenizers)
@@ -300,7 +300,7 @@ class TestBounds:
     def test_work_ends_when_there_are_too_many(self) -> None:
         text = "a different word in every place " * 100_000
         for tokenizer in self.tokenizers:
-            with pytest.raises(ContextError, match="more than 50000 tokens"):
+            with pytest.raises(ContextError, match=r"more than \d+ tokens, and 50000 fit"):
                 tokenizer.encode(text[: 50_000 * tokenizer._longest], max_tokens=50_000)
 
 
