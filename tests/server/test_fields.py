@@ -14,7 +14,9 @@ import pytest
 
 from quire.speculate import NAMES
 from tests.server.rig import DENSE, HYBRID, Rig, serving, turns
+from tests.speculation import always
 
+__all__ = ["always"]
 COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
@@ -249,7 +251,7 @@ def test_characters_of_several_tokens_in_the_older_form(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("model", [DENSE, HYBRID])
-def test_drafts_change_nothing_but_the_time(tmp_path: Path, model: str) -> None:
+def test_drafts_change_nothing_but_the_time(always, tmp_path: Path, model: str) -> None:
     prompt = "and the king said, and the queen said, and the king said, and the queen said, " * 2
     with serving(tmp_path, model) as plain:
         wanted = [plain.complete(prompt[i:], 60) for i in range(3)]
@@ -260,7 +262,7 @@ def test_drafts_change_nothing_but_the_time(tmp_path: Path, model: str) -> None:
         assert drafting.chat("Say it again and again.", max_tokens=40)["choices"] == chatted
         told = [(one["timings"]["draft_n"], one["timings"]["draft_n_accepted"]) for one in made]
         assert all(drafted >= right for drafted, right in told)
-        assert any(right for _, right in told)  # of one alone, a slow machine may draft little
+        assert all(right for _, right in told)
         assert "draft_n" not in wanted[0]["timings"]
         drafting.post("/v1/sessions", id="s", prompt=prompt)
         kept = drafting.complete("", 60, session_id="s")
