@@ -151,7 +151,7 @@ void multiply_pairs(Cpu& cpu, const Matrix& w, const Pairs& pairs, RowOf&& row_o
     };
     const int64_t count = pairs.count();
     if (count * w.cols < SERIAL) fill(0, count, 0);
-    else cpu.pool.parallel(count, std::max<int64_t>(1, count / (8 * cpu.pool.size())), fill);
+    else cpu.pool.parallel(count, tokens_at_once(cpu, count), fill);
     multiply(cpu, segments_of(cpu, w, pairs, panels, out), panels);
 }
 

@@ -100,8 +100,8 @@ inline int64_t group_of(int64_t token, int64_t n, bool floats, int& size) {
 void finish(const Product& p, int64_t block, int64_t token, int tokens, const float* sums) {
     const int64_t row = block * LANES, rows = p.part.rows - row;
     const int step = p.pairs ? 2 : 1;  // groups have even sizes then
-    for (int t = 0; t < tokens; t += step, sums += step * LANES) {
-        float* out = p.out + (token + t) / step * p.out_stride + row;
+    float* out = p.out + (p.pairs ? token / 2 : token) * p.out_stride + row;
+    for (int t = 0; t < tokens; t += step, sums += step * LANES, out += p.out_stride) {
         if (rows >= LANES) {
             vf value = load(sums);
             if (p.pairs) value = add(value, load(sums + LANES));

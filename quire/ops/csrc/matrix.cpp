@@ -46,7 +46,7 @@ void fill_panels(Cpu& cpu, const Array& x, int64_t cols, const Linear& options, 
         }
     };
     if (n * cols < SERIAL) fill(0, n, 0);
-    else cpu.pool.parallel(n, std::max<int64_t>(1, n / (8 * cpu.pool.size())), fill);
+    else cpu.pool.parallel(n, tokens_at_once(cpu, n), fill);
 }
 
 }  // namespace

@@ -27,4 +27,11 @@ inline Panels take_panels(Cpu& cpu, const Matrix& w, int64_t n, bool exact) {
             reinterpret_cast<float*>(at + n * (qbytes + fbytes)), room};
 }
 
+// Tokens that a thread lays out in a panel at a time: those of a group lie in the same cache lines, so
+// whole groups where there are enough of them, and else as few threads in one as can be.
+inline int64_t tokens_at_once(Cpu& cpu, int64_t n) {
+    const int64_t step = matmul_kernels(cpu.isa).token_step, share = n / cpu.pool.size();
+    return share < step ? std::max<int64_t>(share, 1) : std::max(step, share / 8 / step * step);
+}
+
 }  // namespace quire
