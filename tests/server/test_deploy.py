@@ -32,9 +32,10 @@ def options(command: list[str]) -> dict[str, object]:
     """What `quire serve …` makes of its options."""
     program, verb, *rest = command
     assert program.endswith("quire") and isinstance(main, click.Group)
-    found = main.get_command(click.Context(main), verb)
+    whole = click.Context(main, **main.context_settings)  # a command keeps what it was first given
+    found = main.get_command(whole, verb)
     assert found is not None
-    return found.make_context(verb, rest).params
+    return found.make_context(verb, rest, parent=whole).params
 
 
 def test_both_start_a_server_that_keeps_sessions() -> None:
