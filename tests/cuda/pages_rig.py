@@ -100,14 +100,17 @@ class Rig:
     def __init__(
         self, heads: Heads, type_k: str = "f16", type_v: str = "f16", page_tokens: int = 16,
         rope: Rope | None = None, norms: tuple[Floats | None, Floats | None] = (None, None),
+        align: int = 64,
     ) -> None:  # fmt: skip
         self.heads, self.type_k, self.type_v = heads, type_k, type_v
         self.page_tokens, self.rope, self.norms = page_tokens, rope, norms
         tokens = heads.n_kv_heads * page_tokens
-        k = -(-tokens * kv_row_bytes(type_k, heads.head_dim_k) // 64) * 64
-        v = -(-tokens * kv_row_bytes(type_v, heads.head_dim_v) // 64) * 64
-        self.offsets = 64, 64 + k + 64
-        self.page_bytes = 64 + k + 64 + v + 64
+        k, v = (
+            -(-tokens * kv_row_bytes(kind, dims) // align) * align
+            for kind, dims in ((type_k, heads.head_dim_k), (type_v, heads.head_dim_v))
+        )
+        self.offsets = align, align + k + align
+        self.page_bytes = k + v + 3 * align
         self.tables = Tables(page_tokens, self.page_bytes)
         self.want, self.got = Side(reference(), self), Side(cuda(), self)
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from quire.ops import Heads
+from quire.ops.cuda import prompts
+from tests.cuda.launches import recording
 from tests.cuda.pages_rig import Rig, full_rope
-from tests.cuda.sides import GPU, same_bits
+from tests.cuda.sides import GPU, cuda, same_bits
 
 
 def in_chunks(
     make: Rig, qkv: NDArray[np.float32], chunk: int, company: int = 0
 ) -> NDArray[np.float32]:
     """The outputs of sequence 0, computed in chunks, with other sequences or without."""
-    rig = Rig(make.heads, make.type_k, make.type_v, make.page_tokens, make.rope, make.norms)
+    given = make.heads, make.type_k, make.type_v, make.page_tokens, make.rope, make.norms
+    rig = Rig(*given, align=256)  # as prompt.cu needs it
     out = []
     for i in range(0, len(qkv), chunk):
         mine = qkv[i : i + chunk]
@@ -44,6 +49,20 @@ def test_chunks_and_company_change_no_bit(case: tuple[Heads, str, str, int]) -> 
     want = in_chunks(rig, qkv, len(qkv))
     for chunk, company in ((1, 0), (7, 3), (64, 0), (200, 2)) if GPU else ((3, 2),):
         same_bits(in_chunks(rig, qkv, chunk, company), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case", [SAME[4], SAME[5], (Heads(32, 8, 128, 128, scale=0.1), "f16", "f16", 16)]
+)
+def test_the_language_of_prompts_changes_no_bit(case: tuple[Heads, str, str, int]) -> None:
+    """Pages are poisoned behind the last token, and some tiles are not full."""
+    rig, outs = Rig(*case, rope=full_rope(128)), []
+    for least in (1, 1 << 30):  # blocks from which on it is CUDA C++
+        with mock.patch.object(prompts, "_BLOCKS", least), recording() as launched:
+            outs.append(in_chunks(rig, rig.values(333), 150, company=2))
+        assert ("prompt.cu attend_prompt" in launched) == (least == 1 and cuda().machine.hopper)
+    same_bits(*outs)
 
 
 def test_pages_dropped_before_the_window_change_no_bit() -> None:
