@@ -188,10 +188,13 @@ def load(name: str, **settings: Any) -> quire.LLM:
 
 
 class Shared:
-    """Matrices that stay between loads of one model, so that another split costs no packing."""
+    """Matrices that stay between loads of one model, so that another split costs no packing.
 
-    def __init__(self) -> None:
-        self._kept: dict[object, Any] = {}
+    All of them, or those of devices of one name.
+    """
+
+    def __init__(self, of: str = "") -> None:
+        self._of, self._kept = of, dict[object, Any]()
 
     def __enter__(self) -> Shared:
         self._patches = [
@@ -211,6 +214,8 @@ class Shared:
         def kept(loader: TensorLoader, *sizes: Any, **how: Any) -> Any:
             parts = [tuple(_key(each) for each in part) if isinstance(part, tuple) else part
                      for part in sizes]  # fmt: skip
+            if not loader._ops.name.startswith(self._of):
+                return real(loader, *sizes, **how)
             key = loader._ops.name, real.__name__, *parts
             if key not in self._kept:
                 self._kept[key] = real(loader, *sizes, **how)
