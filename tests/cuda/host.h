@@ -194,6 +194,14 @@ struct Half {
   }
 };
 
+struct Bfloat {
+  static constexpr bool scaled = false;
+  static float low(u32 two) { return __int_as_float(two << 16); }
+  static float high(u32 two) { return __int_as_float(two & 0xffff0000u); }
+  static u32 bits(float v) { u32 b = __float_as_uint(v); return (b + 0x7fff + (b >> 16 & 1)) >> 16; }
+  static u32 pack(float low, float high) { return bits(low) | bits(high) << 16; }
+};
+
 // Two float16 in a word, as weights.cu computes with them; products and sums of two are exact in double.
 static u32 fma2(u32 a, u32 b, u32 c) {
   auto one = [&](int i) { return (float)(Half::value(a, i) * Half::value(b, i) + Half::value(c, i)); };

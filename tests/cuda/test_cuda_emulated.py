@@ -9,7 +9,7 @@ import pytest
 from quire.ops.cuda import recur_native
 from tests.cuda import test_cuda_recurrent as recurrent
 from tests.cuda.host_kernels import COMPILER, HostNative
-from tests.cuda.sides import GPU, cuda, same_bits
+from tests.cuda.sides import GPU, close, cuda, reference, same_bits
 
 pytestmark = pytest.mark.skipif(GPU or not COMPILER, reason="a GPU, or no compiler")
 CASES = ["delta", "long delta", "even ssd"]
@@ -49,3 +49,23 @@ def test_pieces_company_and_drafts_change_no_bit(
 def test_what_fills_a_step_up_writes_nothing() -> None:
     recurrent.test_padding_writes_nothing()
     recurrent.test_a_shape_that_is_filled_up_computes_the_same()
+
+
+@pytest.mark.parametrize("dk, dv, columns", [(256, 64, 64), (224, 48, 16)])
+def test_states_of_any_width_and_blocks_of_any_rows(
+    dk: int, dv: int, columns: int, native: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One by one, through blocks that have one part of a state or several; or all at once."""
+    monkeypatch.setitem(recurrent.CASES, "wide", recurrent.delta(1, 2, dk, dv))
+    layer = recurrent.CASES["wide"](cuda())
+    assert recur_native._columns(layer, 1, 1) == columns
+    x = recurrent.inputs(7, layer.in_cols)
+    want = recurrent.in_pieces("wide", x, [7])
+    sides = recurrent.Side(reference(), recurrent.CASES["wide"])
+    close(want, sides.run([(-1, 0, -1, 0, -1, 0)], [7], x), 2e-5)
+    for parts in (1, 2):
+        monkeypatch.setattr(recur_native, "_columns", lambda *_: columns)
+        monkeypatch.setattr(recur_native, "_each", lambda n, *_, each=parts: each)
+        native.clear()
+        same_bits(recurrent.in_pieces("wide", x, [2, *[1] * 5]), want)
+        assert "decode" in native
