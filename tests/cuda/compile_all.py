@@ -1,4 +1,4 @@
-"""Attention's and sampling's kernels as they are launched, compiled for a GPU that is not there.
+"""Triton's kernels as they are launched, compiled for a GPU that is not there.
 
     python tests/cuda/compile_all.py ARCHITECTURE
 
@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -24,6 +23,8 @@ from quire.ops import Draw, Heads, Rope
 from quire.ops.cuda import CudaOps, Machine, attend_native, drawing
 from quire.ops.cuda.stage import Stage
 from tests.cuda import pages_rig, sides
+from tests.cuda import test_cuda_every as every
+from tests.cuda.played import played
 
 
 class Nowhere:
@@ -39,42 +40,30 @@ class Nowhere:
         return 0
 
 
-class Described(Machine):
-    """Tensors on the host, and kernels for a GPU."""
-
-    def __init__(self) -> None:
-        self.interpreted, self.device = False, torch.device("cpu")
-
-    @property
-    def hopper(self) -> bool:
-        return False  # here it is Triton's turn
-
-    @property
-    def launches_ahead(self) -> bool:
-        return int(sys.argv[1]) >= 90
-
-    def send(self, values: NDArray[np.float32]) -> torch.Tensor:
-        return self.upload(values)  # nothing is pinned without a GPU
-
-    def fetch(self, values: torch.Tensor) -> NDArray[np.float32]:
-        found: NDArray[np.float32] = values.numpy()
-        return found
-
-
 def main() -> None:
-    """Every kind of K and V, and dimensions that differ and are no powers of two."""
-    compiled: list[str] = []
+    """Every launch ends where its kernel is compiled."""
     run = JITFunction.run
 
     def only_compile(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         run(self, *args, grid=grid, warmup=True, **kwargs)
-        compiled.append(self.__name__)
 
     JITFunction.run = only_compile  # type: ignore[method-assign]
     attend_native.takes = lambda *_: False  # here it is Triton's turn
     driver.set_active(Nowhere())  # type: ignore[arg-type]
-    ops = CudaOps(Described())
-    sides.cuda = pages_rig.cuda = lambda: ops  # type: ignore[assignment]
+    with played(run=True) as (ops, found):
+        machine: Any = ops.machine
+        machine.hopper, machine.launches_ahead = False, int(sys.argv[1]) >= 90
+        sides.cuda = pages_rig.cuda = lambda: ops  # type: ignore[assignment]
+        for case in (every.products, every.networks, every.by_library, every.experts, every.rows):
+            case(ops)
+        _attend()
+        every.pages(ops)
+        _sample(ops)
+    print(*sorted(name.replace(" ", "/") for name in found))
+
+
+def _attend() -> None:
+    """Every kind of K and V, and dimensions that differ and are no powers of two."""
     norms = np.ones((2, 64), np.float32)
     kinds, plain = ("f16", "f32", "q8_0", "q4_0"), Heads(6, 2, 64, 64, scale=0.125)
     cases: list[tuple[Heads, str, str, Rope | None, Any]] = [
@@ -92,8 +81,6 @@ def main() -> None:
             rig.got.run(step, rig.values(len(step[1])))
             cols = heads.n_heads * heads.head_dim_k
             rig.got.run(step, rig.values(len(step[1]))[:, :cols].copy(), store=False)
-    _sample(ops)
-    print(*sorted(set(compiled)))
 
 
 def _sample(ops: CudaOps) -> None:

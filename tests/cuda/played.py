@@ -65,10 +65,10 @@ class PlayedNative:
 
 
 @contextmanager
-def played() -> Iterator[tuple[CudaOps, set[str]]]:
-    """The table on such a GPU, and the kernels that it launches."""
+def played(run: bool = False) -> Iterator[tuple[CudaOps, set[str]]]:
+    """The table on such a GPU, and the kernels that it launches; Triton's do run if told so."""
     with ExitStack() as stack:
-        found = stack.enter_context(recording(run=False))
+        found = stack.enter_context(recording(run))
         on, real = PlayedNative(found), nvrtc.native
         for name, module in list(sys.modules.items()):
             if name.startswith("quire.ops.cuda.") and getattr(module, "native", None) is real:
