@@ -13,7 +13,7 @@ run() {
         > "$out/$1.log" 2>&1
     echo "exit $?" >> "$out/$1.log"
 }
-for name in products attention decode same_bits recurrent convert missing sampling models steps native \
+for name in every products attention decode same_bits recurrent convert missing sampling models steps native \
     sessions memory api choices flying passage smollm2; do run "test_cuda_$name" & done
 wait
 run test_cuda_device  # these alone: they count the GPU's free bytes, and take them all
