@@ -58,7 +58,8 @@ CASES = {
     "wide": short(33, 4),
 }
 if GPU:
-    CASES |= {"large delta": delta(4, 8, 128, 128), "large ssd": ssd(8, 1, 64, 128)}
+    CASES |= {"large delta": delta(4, 8, 128, 128), "large ssd": ssd(8, 1, 64, 128),
+              "large and wide delta": delta(2, 4, 256, 64)}  # fmt: skip
 
 
 class Side:

@@ -1,4 +1,4 @@
-"""Attention has one result whatever the batch: alone, in company, in chunks, after pages went."""
+"""One result whatever the batch: alone, in company, in chunks; whoever computes it, and how."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import pytest
 from numpy.typing import NDArray
 
 from quire.ops import Heads
-from quire.ops.cuda import prompts
+from quire.ops.cuda import prompts, recur_native
 from tests.cuda.launches import recording
 from tests.cuda.pages_rig import Rig, full_rope
 from tests.cuda.sides import GPU, cuda, same_bits
+from tests.cuda.test_cuda_recurrent import CASES as LAYERS
+from tests.cuda.test_cuda_recurrent import in_pieces, inputs
 
 
 def in_chunks(
@@ -96,3 +98,21 @@ def test_attention_without_storing_reads_what_was_stored() -> None:
     before = rig.got.bytes.read()
     same_bits(rig.got.run(step, np.ascontiguousarray(qkv[:, : 4 * 64]), store=False), want)
     np.testing.assert_array_equal(rig.got.bytes.read(), before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["delta", "even ssd", "large delta", "large and wide delta"])
+def test_how_blocks_share_states_changes_no_bit(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many rows at a time as fit or few; one part of a state, or all of them in a block."""
+    layer = LAYERS[case](cuda())
+    x = inputs(12, layer.in_cols)
+    want = in_pieces(case, x, [12])
+    monkeypatch.setattr(recur_native, "MANY", 2)
+    for processors in (1, 1 << 20):
+        columns = recur_native._columns(layer, 1, processors) if layer.dv % 16 == 0 else 16
+        for all_parts in (False, True):
+            with monkeypatch.context() as m:
+                m.setattr(recur_native, "_columns", lambda *_, c=columns: c)
+                m.setattr(recur_native, "_each", lambda n, *_, a=all_parts: n if a else 1)
+                same_bits(in_pieces(case, x, [1] * 12), want)
+                same_bits(in_pieces(case, x, [5, 7], company=True), want)
