@@ -56,7 +56,7 @@ def test_states_of_any_width_and_blocks_of_any_rows(
     dk: int, dv: int, columns: int, native: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One by one, through blocks that have one part of a state or several; or all at once."""
-    monkeypatch.setitem(recurrent.CASES, "wide", recurrent.delta(1, 2, dk, dv))
+    monkeypatch.setitem(recurrent.CASES, "wide", recurrent.delta(2, 2, dk, dv))
     layer = recurrent.CASES["wide"](cuda())
     assert recur_native._columns(layer, 1, 1) == columns
     x = recurrent.inputs(7, layer.in_cols)
