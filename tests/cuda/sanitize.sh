@@ -42,7 +42,7 @@ for tool in $tools; do
         || fails "$tool does not find the planted fault, see $out/$tool-planted.log"
     for name in $names; do
         log="$out/$tool-$name.log" code="$(cat "$out/$tool-$name.exit")"
-        ran="$(grep -E "^[0-9]+ (passed|failed)" "$log" | tail -n 1)"
+        ran="$(grep -E "[0-9]+ (passed|failed|error).* in [0-9.]+s" "$log" | tail -n 1)"
         sums="$(grep -E "(ERROR|RACECHECK) SUMMARY" "$log")"
         echo "$tool $name: ${ran:-no test ended}; $(echo "$sums" | tail -n 1)"
         case "$ran" in
