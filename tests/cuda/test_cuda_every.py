@@ -59,11 +59,13 @@ def networks(o: Any) -> Found:
     """Gate and up in one product; of widths that no kernel of ours takes too."""
     found = []
     for kind, cols in ((Q8, 64), (BF16, 64), (F16, 96)):
-        gate_up, down = o.pack([part(kind, 64, cols)]), o.pack([part(kind, cols, 32)])
+        gate_up, down = o.pack([part(kind, 256, cols)]), o.pack([part(kind, cols, 128)])
         norm = o.vector(np.full(cols, 0.1, np.float32))
         for n in (2, 16, 70):
             x = o.array(normal(n, cols))
-            found.append(o.numpy(o.network(x, gate_up, down, norm, 1e-5, SILU_MUL, into=x)))
+            o.network(x, gate_up, down, norm, 1e-5, SILU_MUL, into=x)
+            # Who reads a sum of slices first adds them.
+            found += [o.numpy(o.linear(x, gate_up, norm, 1e-5)), o.numpy(x)]
     return found
 
 
@@ -107,15 +109,19 @@ def rows(o: Any) -> Found:
 
 
 def attention(o: Any) -> Found:
-    """Prompts and single tokens, of rows in 16 bits and in blocks."""
+    """Prompts and single tokens, of rows in 16 bits and in blocks; for products in 16 bits too."""
     found = []
     for kind, dims in (("f16", 128), ("q8_0", 64)):
         rig = Rig(Heads(8, 2, dims, dims, scale=0.1), kind, kind, rope=full_rope(dims), align=256)
-        side = Side(o, rig)
+        side, w = Side(o, rig), o.pack([part(BF16, 32, 8 * dims)])
         for work in ([(0, 140), (1, 3)], [(0, 1), (1, 1)], [(0, 20), (1, 1)]):
-            step = rig.tables.add(work)
+            view, positions, rows = step = rig.tables.add(work)
+            qkv, table = rig.values(len(rows)), o.rope_table(side.rope, positions)
             with mock.patch.object(prompts, "_BLOCKS", 1 if work[0][1] > 20 else 1 << 30):
-                found.append(side.run(step, rig.values(len(step[1]))))
+                found.append(side.run(step, qkv))
+                there = o.pages(view, side.bytes.base, positions, rows)
+                out = o.attention(o.array(qkv), side.heads, there, table, *side.offsets)
+                found.append(o.numpy(o.linear(out, w)))
     return found
 
 
