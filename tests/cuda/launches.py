@@ -18,6 +18,7 @@ import importlib
 import pkgutil
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -148,7 +149,8 @@ def main() -> None:
     every = wanted()
     missing, others = sorted(every - launched), sorted(launched & HOST_ONLY)
     print(f"kernels: {len(every & launched)} of {len(every)} launched")
-    print(*(f"  {name}" for name in sorted(every & launched)), sep="\n")
+    told = ", ".join(sorted(every & launched))
+    print(textwrap.fill(told, 110, initial_indent="  ", subsequent_indent="  "))
     if missing or others:
         raise SystemExit(f"kernels MISSING: {missing}; on a GPU after all: {others}")
 

@@ -36,5 +36,5 @@ case "$1" in
         ;;
     *) echo "sh tests/cuda/show.sh correct|alone|together"; exit 2 ;;
 esac
-for log in "$logs"/*.log; do grep -v "^{" "$log" | tail -n 45 | cut -c1-220; done
+for log in "$logs"/*.log; do grep -v "^{" "$log" | tail -n 60 | cut -c1-220; done
 ! grep -h "^== .*: exit [^0]" "$logs"/*.log
