@@ -115,7 +115,10 @@ class LoadConfig:
             if value is None or (name == "n_gpu_layers" and type(value) is str and value == "auto"):
                 continue
             if type(value) is not int or value < 0:
-                raise RequestError(f"{name} must be a whole number from 0 on, not {value!r:.80}")
+                auto = ", or 'auto'" if name == "n_gpu_layers" else ""
+                raise RequestError(
+                    f"{name} must be a whole number from 0 on{auto}, not {value!r:.80}"
+                )
         if self.n_gpu_layers is None:
             raise RequestError("n_gpu_layers is a number or 'auto', not None")
         self.shares()

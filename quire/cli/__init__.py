@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
@@ -27,6 +28,13 @@ _COMMANDS = {
     "perplexity": "Tell how well a model predicts a text.",
     "bench": "Measure how fast a model runs here.",
 }
+_MEANT = {
+    "ls": "list", "models": "list", "remove": "rm", "delete": "rm", "download": "pull",
+    "fetch": "pull", "get": "pull", "server": "serve", "start": "serve", "generate": "run",
+    "complete": "run", "ask": "run", "info": "show", "inspect": "show", "convert": "quantize",
+    "ppl": "perplexity", "fit": "plan", "help": "--help",
+}  # fmt: skip
+"""What other programs call these."""
 
 
 class _Lazy(click.Group):
@@ -40,6 +48,18 @@ class _Lazy(click.Group):
             return None
         command: click.Command = import_module(f"quire.cli.{name}_command").command
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name in _COMMANDS or name.startswith("-"):
+            return super().resolve_command(ctx, args)
+        like = _MEANT.get(name.lower()) or next(iter(get_close_matches(name, _COMMANDS, 1)), None)
+        meant = f"; did you mean quire {like}?" if like else ""
+        if " " in name.strip():
+            meant = '; to answer a prompt: quire run "…"'
+        raise click.UsageError(f"there is no command {name!r:.80}{meant}", ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -11,12 +11,13 @@ from typing import Any
 import click
 
 import quire
+from quire.cli.flags import Command
 from quire.cli.measure import Bench, Figure, Sizes
 from quire.cli.options import load_from, model_options
 from quire.errors import RequestError
 
 
-@click.command("bench")
+@click.command("bench", cls=Command)
 @model_options
 @click.option("--prompt", type=int, default=512, show_default=True, help="Tokens of a prompt.")
 @click.option("-n", "--n-predict", type=int, default=128, show_default=True,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from difflib import get_close_matches
 
 import click
+
+from quire.weights.catalog import ALIASES, HUB_ALIASES
 
 # Settings as `quire.load` and `quire.Sampling` call them, and so their errors.
 _FLAGS = {
@@ -22,11 +25,22 @@ _FLAGS = {
     "page_tokens": "--page-tokens", "type_k": "-ctk", "type_v": "-ctv", "swa_full": "--swa-full",
     "swap_space": "--swap-space", "moe_n_expert": "--moe-n-expert",
     "n_layer_exit": "--n-layer-exit", "exact_batches": "--exact-batches",
-    "cache_salt": "--cache-salt",
+    "cache_salt": "--cache-salt", "n_parallel": "--parallel", "n_cpu_moe": "--n-cpu-moe",
+    "tensor_split": "--tensor-split", "main_gpu": "--main-gpu",
+    "override_tensor": "--override-tensor", "kv_offload": "--kv-offload",
 }  # fmt: skip
 _WORDS = {
     name: f"--{name}"
-    for name in ("seed", "threads", "device", "activations", "quantize", "mirostat")
+    for name in (
+        "seed",
+        "threads",
+        "device",
+        "activations",
+        "quantize",
+        "mirostat",
+        "fit",
+        "checkpoints",
+    )
 }
 """Names that are also words: they are settings where a message begins with them, or before =."""
 _NAMED = re.compile(
@@ -42,8 +56,13 @@ _SAME = {
     "-hf": "-m", "--hf-repo": "-m", "-j": "--json-schema", "-jf": "--json-schema",
     "--json-schema-file": "--json-schema", "-ot": "--override-tensor", "-ts": "--tensor-split",
     "-mg": "--main-gpu", "-ncmoe": "--n-cpu-moe", "-cmoe": "--cpu-moe", "-nkvo": "--no-kv-offload",
+    "-kvo": "--kv-offload", "--gpu-layers": "-ngl", "-dev": "--device", "-fit": "--fit",
+    "--n-ctx": "-c", "--context": "-c", "--num-ctx": "-c",
 }  # fmt: skip
-"""Other spellings that llama.cpp has of what is here."""
+"""Other spellings, most of them llama.cpp's, of what is here."""
+_PARALLEL = {"plan": "--parallel", "serve": "--max-running"}
+_MODEL = ("-m", "--model", "-hf", "--hf-repo")
+_ON_OFF = {"on": True, "true": True, "1": True, "off": False, "false": False, "0": False}
 
 _INSTEAD = {
     "quire chat is for conversations": "-cnv --conversation -i --interactive -if",
@@ -78,6 +97,7 @@ _INSTEAD = {
     "colours are left to your terminal": "--color -co",
 }  # fmt: skip
 _NOT_HERE = {flag: told for told, flags in _INSTEAD.items() for flag in flags.split()}
+_MODELS = {*ALIASES, *HUB_ALIASES}
 
 
 def in_flags(message: str) -> str:
@@ -98,31 +118,77 @@ class Command(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
-            return super().parse_args(ctx, self._ours(ctx, args))
+            return super().parse_args(ctx, _Words(self, ctx).ours(args))
         except click.UsageError as error:
             if "unexpected extra argument" not in error.message:
                 raise
-            told = f"{error.message}; what has spaces in it goes in quotes"
-            raise click.UsageError(told, ctx) from error
+            model = next((word for word in args if word in _MODELS or word.endswith(".gguf")), None)
+            told = "what has spaces in it goes in quotes"
+            if model and any("-m" in parameter.opts for parameter in self.params):
+                told = f"a model is named with -m: -m {model}"
+            raise click.UsageError(f"{error.message}; {told}", ctx) from error
 
-    def _ours(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """The arguments in the spelling of this command; values stay as they are."""
-        options = [p for p in self.get_params(ctx) if isinstance(p, click.Option)]
-        known = {name for option in options for name in (*option.opts, *option.secondary_opts)}
-        valued = {name for option in options if not option.is_flag for name in option.opts}
+
+class _Words:
+    """What was typed, in the spelling of a command; values stay as they are."""
+
+    def __init__(self, command: click.Command, ctx: click.Context) -> None:
+        self._ctx, self._name = ctx, command.name or ""
+        parameters = command.get_params(ctx)
+        options = [p for p in parameters if isinstance(p, click.Option)]
+        self._known = {name for o in options for name in (*o.opts, *o.secondary_opts)}
+        self._valued = {name for o in options if not o.is_flag for name in o.opts}
+        self._pairs = {name: o for o in options if o.secondary_opts for name in o.opts}
+        self._model = any(p.name == "model" for p in parameters if isinstance(p, click.Argument))
+
+    def ours(self, args: list[str]) -> list[str]:
+        """The arguments as this command takes them."""
         ours: list[str] = []
-        left = iter(args)
-        for typed in left:
-            name, equals, value = typed.partition("=")
+        left = list(reversed(args))
+        while left:
+            typed = left.pop()
             if typed == "--":
-                return [*ours, typed, *left]
-            if name in _NOT_HERE and name not in known:
-                raise click.UsageError(f"there is no {name}: {_NOT_HERE[name]}", ctx)
-            if name not in known and _SAME.get(name) in known:
-                typed = _SAME[name]
-                ours += [typed, value] if equals else [typed]
-            else:
+                return [*ours, typed, *reversed(left)]
+            if not typed.startswith("-"):
                 ours.append(typed)
-            if typed in valued and not equals:
-                ours += [value for value in (next(left, None),) if value is not None]
+                continue
+            name, equals, value = typed.partition("=")
+            name = self._known_as(name)
+            if name in _MODEL and self._model and (equals or left):  # an argument here
+                ours.append(value if equals else left.pop())
+            elif name in self._pairs:
+                ours.append(self._switched(name, equals + value, left))
+            elif equals:
+                ours += [name, value] if name in self._valued else [typed]
+            else:
+                ours.append(name)
+                ours += [left.pop()] if name in self._valued and left else []
         return ours
+
+    def _switched(self, name: str, value: str, left: list[str]) -> str:
+        """A flag that is on or off, as behind an = or, of --fit, in the next word."""
+        if not value and name == "--fit" and left and left[-1].lower() in _ON_OFF:
+            value = f"={left.pop()}"
+        on = _ON_OFF.get(value[1:].lower())
+        if on is None:
+            return name + value
+        return name if on else self._pairs[name].secondary_opts[0]
+
+    def _known_as(self, name: str) -> str:
+        """A flag as it is called here; one that there is none of is told with what there is."""
+        if name in self._known or not name.startswith("-") or len(name) < 2:
+            return name
+        if name in ("-np", "--parallel") and (same := _PARALLEL.get(self._name)):
+            return same
+        if name in _NOT_HERE:
+            raise click.UsageError(f"there is no {name}: {_NOT_HERE[name]}", self._ctx)
+        if _SAME.get(name) in self._known:
+            return _SAME[name]
+        if len(name) == 2 or name[1] == "-" or (name in _MODEL and self._model):
+            return name  # click tells what is like it
+        valued = name[:2] in self._known  # -c4096, unless it is nearly another one
+        like = get_close_matches(name, self._known, 1, 0.75 if valued else 0.5)
+        if valued and not like:
+            return name
+        meant = f"; did you mean {like[0]}?" if like else ""
+        raise click.UsageError(f"there is no {name}{meant}", self._ctx)

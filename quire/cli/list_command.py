@@ -8,12 +8,13 @@ import time
 import click
 
 from quire import config
+from quire.cli.flags import Command
 from quire.weights import catalog
 
 _AGES = (("days", 86_400), ("hours", 3_600), ("minutes", 60))
 
 
-@click.command("list")
+@click.command("list", cls=Command)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def command(as_json: bool) -> None:
     """List the models in the cache with size and age, and the aliases that can be fetched."""

@@ -11,6 +11,7 @@ import click
 
 import quire
 from quire import config
+from quire.cli.flags import in_flags
 from quire.cli.streams import note
 from quire.config import KV_TYPES
 from quire.errors import RequestError
@@ -33,13 +34,18 @@ def check_size(ctx: click.Context, param: click.Parameter, value: str | None) ->
     return value
 
 
+def device_names(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    """Devices as they are called here: CUDA0 is cuda:0."""
+    return re.sub(r"\bcuda(?=\d)", "cuda:", value.lower())
+
+
 _PAGES = [
     click.option("--page-tokens", type=int, default=16, show_default=True,
                  help="Tokens in a page of memory."),
     click.option("-ctk", "--cache-type-k", default="f16", show_default=True,
-                 type=click.Choice(KV_TYPES), help="How K is stored."),
+                 type=click.Choice(KV_TYPES, case_sensitive=False), help="How K is stored."),
     click.option("-ctv", "--cache-type-v", default="f16", show_default=True,
-                 type=click.Choice(KV_TYPES), help="How V is stored."),
+                 type=click.Choice(KV_TYPES, case_sensitive=False), help="How V is stored."),
 ]  # fmt: skip
 
 _LESS = [
@@ -58,20 +64,21 @@ _PLACES = [
     click.option("--main-gpu", type=int, help="The GPU that has the output (that with most room)."),
     click.option("--override-tensor", multiple=True, metavar="PATTERN=DEVICE",
                  help="Put matrices with such names on a device."),
-    click.option("--no-kv-offload", is_flag=True, help="Keep K and V on the host."),
+    click.option("--kv-offload/--no-kv-offload", default=True,
+                 help="Let K and V leave the host, or keep them there."),
     click.option("--fit/--no-fit", default=True,
-                 help="Change what is left open until it fits, or refuse."),
+                 help="Change what is left open until it fits (on), or refuse (off)."),
 ]  # fmt: skip
 
-_MODEL = [
-    click.option("-m", "--model", default="smollm2", show_default=True,
-                 help="Alias, .gguf file, folder of safetensors, or a model of the Hugging Face "
-                 "Hub: owner/repo or owner/repo:quant."),
-    click.option("-c", "--ctx-size", type=int, help="Tokens of context (the model's own)."),
-    click.option("-t", "--threads", type=int, help="Threads that compute (one per core)."),
-    click.option("--device", default="auto", show_default=True,
+_DEVICE = [
+    click.option("--device", default="auto", show_default=True, callback=device_names,
                  help="auto (GPUs where there are any), cpu, cuda, cuda:1 …, or reference (NumPy, "
                  "slow); several separated by commas."),
+]  # fmt: skip
+
+_LOAD = [
+    click.option("-c", "--ctx-size", type=int, help="Tokens of context (the model's own)."),
+    click.option("-t", "--threads", type=int, help="Threads that compute (one per core)."),
     *_PLACES,
     click.option("--memory-budget", callback=check_size,
                  help="Most memory to use, such as 4GiB (what is free)."),
@@ -87,11 +94,19 @@ _MODEL = [
     *_LESS,
     click.option("--activations", default="int8", show_default=True,
                  type=click.Choice(["int8", "f32"]), help="f32 is exact and slower."),
-    click.option("--quantize", type=click.Choice(["q8_0", "q4_0"]),
+    click.option("--quantize", type=click.Choice(["q8_0", "q4_0"], case_sensitive=False),
                  help="Turn matrices of 16 or 32 bits into these blocks while loading."),
     click.option("--exact-batches/--no-exact-batches", default=True, show_default=True,
                  help="Bits that depend on nothing but the tokens; without, GPUs compute prompts "
                  "faster."),
+]  # fmt: skip
+
+_MODEL = [
+    click.option("-m", "--model", default="smollm2", show_default=True,
+                 help="Alias, .gguf file, folder of safetensors, or a model of the Hugging Face "
+                 "Hub: owner/repo or owner/repo:quant."),
+    *_DEVICE,
+    *_LOAD,
 ]  # fmt: skip
 
 _SAMPLING = [
@@ -157,9 +172,10 @@ def _apply(options: list[Any]) -> Callable[[Any], Any]:
 
 
 model_options = _apply(_MODEL)
-place_options = _apply(_PLACES)
-load_options = _apply(_MODEL[1:])
+load_options = _apply([*_DEVICE, *_LOAD])
 """How to load a model, whichever it is."""
+plan_options = _apply(_LOAD)
+"""How it would be loaded, whatever the device."""
 size_options = _apply([*_PAGES, *_LESS])
 """Those that what a model takes depends on."""
 sampling_options = _apply(_SAMPLING)
@@ -175,7 +191,7 @@ def places_from(options: dict[str, Any]) -> dict[str, Any]:
         "tensor_split": options.pop("tensor_split"),
         "main_gpu": options.pop("main_gpu"),
         "override_tensor": list(options.pop("override_tensor")) or None,
-        "kv_offload": not options.pop("no_kv_offload"),
+        "kv_offload": options.pop("kv_offload"),
         "fit": options.pop("fit"),
     }
 
@@ -189,7 +205,7 @@ def load_from(options: dict[str, Any]) -> quire.LLM:
     finally:
         bar.close()
     for line in llm.notes:
-        note(f"quire: {line}")
+        note(f"quire: {in_flags(line)}")
     if llm.n_ctx > llm.model.n_ctx_train:
         note(
             f"quire: the model was made for {llm.model.n_ctx_train:,} tokens of context; with -c "

