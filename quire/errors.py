@@ -12,6 +12,7 @@
     │   └── ContextError     the prompt and its answer do not fit the context
     ├── OutOfMemory         bytes or pages ran out
     │   ├── BudgetError      the byte budget cannot hold it
+    │   │   └── DoesNotFit   no plan for the model fits the devices
     │   ├── PagesError       no page is free
     │   └── TierError        pages cannot be moved to host memory or disk, or back
     └── FetchError           a model could not be fetched
@@ -21,9 +22,12 @@ A message names the thing, what it needs, what there is, and what to do.
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = [
     "BudgetError",
     "ContextError",
+    "DoesNotFit",
     "FetchError",
     "FileError",
     "GGUFError",
@@ -90,6 +94,18 @@ class OutOfMemory(QuireError):
 
 class BudgetError(OutOfMemory):
     """The byte budget cannot hold what was asked for."""
+
+
+class DoesNotFit(BudgetError):
+    """No plan with what was asked for fits; `nearest` is one (`quire.plan`) that would, if any.
+
+    Each of `advice` is a change of settings with which it fits; None leaves one out.
+    """
+
+    def __init__(self, message: str, nearest: Any, advice: tuple[dict[str, Any], ...] = ()) -> None:
+        super().__init__(message)
+        self.nearest = nearest
+        self.advice = advice
 
 
 class PagesError(OutOfMemory):

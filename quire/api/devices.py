@@ -54,7 +54,8 @@ def within_budget(one: Described, settings: LoadConfig) -> Described:
     asked = settings.asked_bytes(one.name)
     if asked is None:
         return one
-    return replace(one, free=asked, margin=0, libraries=0, graphs=0)  # these are not of it
+    # Margin, libraries and graphs are not of it.
+    return replace(one, free=asked, margin=0, libraries=0, graphs=0, asked=True)
 
 
 def _gpus() -> list[str]:

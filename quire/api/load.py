@@ -58,7 +58,8 @@ def load(
     main_gpu: the GPU that has the output; by default that with the most room.
     override_tensor: "PATTERN=DEVICE" puts matrices with such names there.
     kv_offload: whether K and V, and so the attention that reads them, may leave the host.
-    fit: whether what is left open is changed until it fits; False refuses instead.
+    fit: whether what is left open is changed until it fits; False refuses instead. What cannot fit
+        is a `quire.errors.DoesNotFit`, which tells what would.
     n_parallel: sequences that there is to be room for at once when places are planned.
     memory_budget: the most that weights, pages and arrays may take together, on each device: bytes,
         or a text such as "4GiB", or a mapping of devices' names to these. By default what is free,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -11,6 +11,7 @@ from quire.api.devices import HOST, budget_of, device_of, find_devices
 from quire.config import LoadConfig
 from quire.devices.budget import Budget
 from quire.devices.device import Device
+from quire.errors import DoesNotFit
 from quire.models.loader import Part, Place
 from quire.models.registry import Model, open_weights
 from quire.ops import Ops
@@ -20,7 +21,7 @@ from quire.placement.described import Described
 from quire.placement.facts import ModelFacts, model_facts
 from quire.placement.fit import fit
 from quire.placement.plan import Load, Plan, lay_out, passing_room
-from quire.placement.wanted import DoesNotFit, Wanted
+from quire.placement.wanted import FLOOR, Wanted, moot
 from quire.weights.file import WeightFile
 
 if TYPE_CHECKING:
@@ -92,7 +93,12 @@ class Placed:
     @property
     def notes(self) -> tuple[str, ...]:
         """What was changed, and what was asked for and could not be."""
-        return self._found.notes if self._found else no_gpu(self._settings)
+        return self._found.notes if self._found else self._moot
+
+    @property
+    def _moot(self) -> tuple[str, ...]:
+        """What was asked for of GPUs, where there are none."""
+        return tuple(moot(wanted_of(self._settings, self._described), self._described))
 
     @cached_property
     def plan(self) -> Plan:
@@ -105,7 +111,7 @@ class Placed:
             facts = facts_of(file, looks, {one.kind: self.devices[0].ops}, self._settings)
         places = dict.fromkeys([*facts.parts[one.kind], *facts.ends], 0)
         load = Load(self._settings.n_ctx or facts.n_ctx_train, self._settings.n_parallel)
-        return lay_out(facts, [one], places, load, no_gpu(self._settings))
+        return lay_out(facts, [one], places, load, self._moot)
 
 
 def place_model(
@@ -154,12 +160,12 @@ def best_plan(
     draft: ModelFacts | None = None,
 ) -> Plan:  # fmt: skip
     """The best plan; where nobody asked for several GPUs, one of them if it is enough."""
-    wanted = wanted_of(settings, checkpoints)
+    wanted = wanted_of(settings, described, checkpoints)
     *gpus, host = described
-    if not gpus:
-        wanted = replace(wanted, floor=settings.page_tokens)
-    if settings.device == "auto" and len(gpus) > 1 and not settings.tensor_split:
-        first = max(gpus, key=lambda one: one.limit)
+    by_hand = wanted.tensor_split or wanted.overrides or (wanted.main_gpu or 0) >= len(gpus)
+    if settings.device == "auto" and len(gpus) > 1 and not by_hand:
+        main = wanted.main_gpu
+        first = max(gpus, key=lambda one: one.limit) if main is None else gpus[main]
         try:
             alone = fit(facts, [first, host], replace(wanted, main_gpu=None), draft)
         except DoesNotFit:
@@ -186,8 +192,10 @@ def facts_of(
     return model_facts(looks, settings, compute_of(rehearsed))
 
 
-def wanted_of(settings: LoadConfig, checkpoints: int = 0) -> Wanted:
-    """What the settings ask of a plan."""
+def wanted_of(
+    settings: LoadConfig, described: Sequence[Described], checkpoints: int = 0
+) -> Wanted:  # fmt: skip
+    """What the settings ask of a plan; on one device any context is better than none."""
     asked = settings.n_gpu_layers
     return Wanted(
         n_ctx=settings.n_ctx, sequences=settings.n_parallel, checkpoints=checkpoints,
@@ -195,21 +203,5 @@ def wanted_of(settings: LoadConfig, checkpoints: int = 0) -> Wanted:
         tensor_split=settings.shares(), main_gpu=settings.main_gpu,
         overrides=settings.overrides(), kv_offload=settings.kv_offload, fit=settings.fit,
         streams=not settings.exact_batches,
+        floor=settings.page_tokens if len(described) == 1 else FLOOR,
     )  # fmt: skip
-
-
-def no_gpu(settings: LoadConfig) -> tuple[str, ...]:
-    """What was asked for of GPUs, where there are none, a line each."""
-    asked = {
-        "n_gpu_layers": settings.n_gpu_layers not in ("auto", 0),
-        "n_cpu_moe": settings.n_cpu_moe is not None,
-        "tensor_split": settings.tensor_split is not None,
-        "main_gpu": settings.main_gpu is not None,
-        "override_tensor": settings.override_tensor is not None,
-        "kv_offload": not settings.kv_offload,
-    }
-    return tuple(
-        f"{name}={getattr(settings, name)}: there is no GPU, so all layers are on the CPU"
-        for name, wanted in asked.items()
-        if wanted
-    )

@@ -35,7 +35,8 @@ def plan(
     """What would be loaded where, byte by byte, and what room that leaves; nothing is loaded.
 
     `devices` describes others than there are here, such as ["cuda:24GiB", "cpu:64GiB"]. A file's
-    header is enough. `draft` is a model that drafts for this one. The settings are those of `load`.
+    header is enough. `draft` is a model that drafts for this one, loaded beside it as it is. The
+    settings are those of `load`.
     """
     chosen = config.settings_of(settings)
     if type(checkpoints) is not int or not 0 <= checkpoints <= _MOST_MARKS:
@@ -54,11 +55,11 @@ def plan(
     follower = None
     if draft is not None:
         with open_weights(pull.resolve(str(draft), config.cache_folder()), whole=False) as file:
-            follower = _facts(file, tables, replace(chosen, n_layer_exit=None, moe_n_expert=None))
+            follower = _facts(file, tables, config.LoadConfig(threads=chosen.threads))
     asked = chosen if here else replace(chosen, device=",".join(one.name for one in found))
     made = best_plan(facts, found, asked, checkpoints, follower)
     rates = _rates(made, tables, types.most_common(1)[0][0], here)
-    wanted = wanted_of(chosen, checkpoints)
+    wanted = wanted_of(chosen, found, checkpoints)
     return replace(made, outlook=_outlook(made, wanted, follower, rates))
 
 

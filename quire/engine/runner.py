@@ -73,10 +73,14 @@ class Runner:
 
     @property
     def seconds_per_token(self) -> float:
-        """Of a prompt; 0 before one was computed."""
+        """Of a prompt; 0 before one was computed.
+
+        Where others compute the first layers, the slower of the two decides: they are at one chunk
+        of a prompt while the first device is at the one before.
+        """
         measured = self.steps.seconds_per_token if self.steps else 0.0
         if self._first:
-            return measured + self._seconds_per_token
+            return max(measured, self._seconds_per_token)
         return measured or self._seconds_per_token
 
     def launch(self, plan: Plan, lease: Lease, sources: Int32 | None = None) -> Forward:

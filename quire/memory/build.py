@@ -42,18 +42,18 @@ def build_memory(
 ) -> Memory:  # fmt: skip
     """The memory of a model with these groups, and kernels by the names of groups.
 
-    What is taken all at once is for kv_cache_tokens, or else for one context of n_ctx tokens.
+    What is taken all at once is for kv_cache_tokens, or else for so many sequences.
     `elsewhere` says which groups are on other devices. Nothing is taken ahead but for so many
     sequences of n_ctx tokens.
     """
     if not groups:
         raise ModelError("the model declares no groups, so there is nothing to remember with")
     if not settings.kv_cache_demand_paged:
-        _check_up_front(groups, settings)
+        check_up_front(groups, settings)
     none, away = GroupKernels(), elsewhere or {}
     tokens = settings.kv_cache_tokens
     if tokens is None and not settings.kv_cache_demand_paged:
-        tokens = n_ctx
+        tokens = n_ctx and up_front_tokens(n_ctx, sequences, settings.page_tokens)
     made = [
         _group(g, away.get(g.name, device), settings, kernels.get(g.name, none), tokens)
         for g in groups
@@ -86,7 +86,7 @@ def _group(
     return AttentionGroup(*common)
 
 
-def _check_up_front(groups: Sequence[GroupSpec | RecurrentSpec], settings: MemorySettings) -> None:
+def check_up_front(groups: Sequence[GroupSpec | RecurrentSpec], settings: MemorySettings) -> None:
     """Several pools can only be taken up front if it is said how large each is to be."""
     for group in groups:
         if group.kind == "recurrent":
@@ -100,6 +100,11 @@ def _check_up_front(groups: Sequence[GroupSpec | RecurrentSpec], settings: Memor
             f"kv_cache_demand_paged=False takes all pages at once, and the groups {names} share "
             "one budget; set kv_cache_tokens, so that each takes pages for as many tokens"
         )
+
+
+def up_front_tokens(n_ctx: int, sequences: int, page_tokens: int) -> int:
+    """Tokens of the pages that so many sequences of n_ctx tokens take."""
+    return sequences * -(-n_ctx // page_tokens) * page_tokens
 
 
 def longest_on_each(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from quire.config import LoadConfig
 from quire.errors import RequestError
+from quire.memory.build import check_up_front
 from quire.memory.groups.layout import GroupSpec
 from quire.memory.groups.state_layout import RecurrentSpec
 
@@ -34,4 +35,10 @@ def settings_errors(
             for size in sizes
             if type in _BLOCKS and size % _BLOCK
         ]
-    return [RequestError(error) for error in found]
+    errors = [RequestError(error) for error in found]
+    if not settings.kv_cache_demand_paged:
+        try:
+            check_up_front(groups, settings)
+        except RequestError as error:
+            errors.append(error)
+    return errors

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
 from typing import Any
 
@@ -16,6 +16,7 @@ from quire.ops import Ops, count_bytes
 from quire.ops.cpu import CpuOps
 from quire.placement.arena import Arena, Trace, block_bytes, peak_bytes
 from quire.placement.cuda_arrays import RehearsedCuda, TorchArena
+from quire.placement.facts import Compute
 from quire.placement.kernels import Kernels, Step
 from quire.placement.rehearsal import RehearsedLoader, RehearsedOps
 from quire.weights.file import WeightFile
@@ -52,11 +53,8 @@ class Rehearsal:
         kit = Kit(rehearsed, check, settings.type_k, settings.type_v, self._noting(rehearsed))
         self.model: Any = build_model(seen, kit)
         self._note_vectors(None)
-        context = settings.n_ctx or self.model.n_ctx_train
-        self.steps = [Step(min(PROMPT, context), 1, context)]
-        places = range(128, context, 128)  # what attention joins grows with the context
-        for at in [*places[:: max((len(places) + 1) // 64, 1)], context]:
-            self.steps.append(Step(1, settings.n_parallel, at))
+        self._longest = max(settings.n_ctx or 0, self.model.n_ctx_train)
+        self._ran: dict[tuple[Step, tuple[int, ...]], dict[Part, Trace]] = {}
 
     def _noting(self, rehearsed: Any) -> Any:
         """Vectors are noted with the part that asks for them."""
@@ -76,10 +74,9 @@ class Rehearsal:
             self._vectors.setdefault(self._part, []).extend(sizes)
         self._part = part
 
-    def counts(self, parts: frozenset[Part]) -> int:
+    def counts(self, parts: frozenset[Part], sequences: int) -> int:
         """Bytes in which sequences count their tokens for penalties, where those are chosen."""
-        here = Part(OUTPUT) in parts
-        return here * self.steps[-1].sequences * count_bytes(self.model.n_vocab)
+        return (Part(OUTPUT) in parts) * sequences * count_bytes(self.model.n_vocab)
 
     def vectors(self, parts: frozenset[Part]) -> int:
         """Bytes of vectors that stay."""
@@ -102,12 +99,41 @@ class Rehearsal:
         self._ops.fold_logs(layers, step.sequences)
         return self._ops.noted()
 
-    @cached_property
-    def traces(self) -> list[dict[Part, Trace]]:
-        """For each step what each part takes."""
-        return [self._run(step) for step in self.steps]
+    def traces(self, step: Step) -> dict[Part, Trace]:
+        """What parts take in a step; of those that are alike, the first."""
+        return self._run(step, self._firsts)
 
-    def _run(self, step: Step) -> dict[Part, Trace]:
+    @cached_property
+    def _firsts(self) -> tuple[int, ...]:
+        return tuple(sorted({part.layer for part in self.like.values() if part.layer >= 0}))
+
+    @cached_property
+    def like(self) -> dict[Part, Part]:
+        """For each part the same of the first layer that takes as much: in a prompt, and at the
+        end of the longest context."""
+        layers = tuple(range(len(self.model.layers)))
+        ends = Step(min(PROMPT, self._longest), 1, self._longest), Step(1, 1, self._longest)
+        seen: dict[Any, int] = {}
+        found = {Part(EMBEDDING): Part(EMBEDDING), Part(OUTPUT): Part(OUTPUT)}
+        for i in layers:
+            parts = self._parts(i)
+            takes = tuple(self._run(step, layers)[part] for step in ends for part in parts)
+            first = seen.setdefault((tuple(part.kind for part in parts), takes), i)
+            found |= {part: part._replace(layer=first) for part in parts}
+        return found
+
+    def _parts(self, i: int) -> list[Part]:
+        """The parts of a layer."""
+        networks = (Part(kind, i) for kind in (NETWORK, EXPERTS, DOWN))
+        return [Part(MIXER, i), *(part for part in networks if part in self.model.part_bytes)]
+
+    def _run(self, step: Step, layers: tuple[int, ...]) -> dict[Part, Trace]:
+        """A step with some of the layers, once."""
+        if (step, layers) not in self._ran:
+            self._ran[step, layers] = self._rehearsed(step, layers)
+        return self._ran[step, layers]
+
+    def _rehearsed(self, step: Step, layers: tuple[int, ...]) -> dict[Part, Trace]:
         ops, model = self._ops, self.model
         ops.step = step
         n = step.tokens * step.sequences
@@ -118,15 +144,14 @@ class Rehearsal:
         found[Part(EMBEDDING)] = ops.noted()[1:] if ops._kernels else ()
         table = ops.rope_table(None, ids)
         ops.noted()
-        for i, (mixer, network) in enumerate(model.layers):
+        for i in layers:
+            mixer, network = model.layers[i]
             mixer.add_to(x, _Pages(), table)
             found[Part(MIXER, i)] = ops.noted()
             if network is not None:
                 network.add_to(x)
                 trace = ops.noted()
-                for part in (Part(NETWORK, i), Part(EXPERTS, i), Part(DOWN, i)):
-                    if part in model.part_bytes:
-                        found[part] = trace
+                found |= dict.fromkeys(self._parts(i)[1:], trace)
         rows = ops.take_rows(x, np.zeros(step.sequences, np.int32))
         logits = model.logits(rows)
         if k := ops._kernels:
@@ -140,23 +165,42 @@ class Rehearsal:
         return found
 
 
-def compute_of(looks: Mapping[str, Rehearsal]) -> Callable[[str, frozenset[Part]], int]:
-    """Bytes of arrays, by kind of device and the parts that are there."""
+def steps_of(n_ctx: int, sequences: int) -> list[Step]:
+    """The largest steps of so many sequences: of prompts, then token by token."""
+    together = min(sequences, -(-PROMPT // n_ctx))
+    steps = [Step(min(PROMPT // together, n_ctx), together, n_ctx)]
+    places = range(128, n_ctx, 128)  # what attention joins grows with the context
+    for at in [*places[:: max((len(places) + 1) // 64, 1)], n_ctx]:
+        steps.append(Step(1, min(sequences, PROMPT), at))
+    return steps
+
+
+def _rounded(n_ctx: int) -> int:
+    """A little more, so that plans which are nearly alike are computed once."""
+    size = 1 << max(n_ctx.bit_length() - 4, 4) if n_ctx > PROMPT else 1
+    return -(-n_ctx // size) * size
+
+
+def compute_of(looks: Mapping[str, Rehearsal]) -> Compute:
+    """Bytes of arrays, by kind of device, the parts that are there, context and sequences."""
 
     @cache
-    def held(kind: str, parts: frozenset[Part]) -> int:
-        return _held(looks[kind], kind, parts)
+    def held(kind: str, parts: frozenset[Part], n_ctx: int, sequences: int) -> int:
+        return _held(looks[kind], kind, parts, n_ctx, sequences)
 
-    return held
+    return lambda kind, parts, n_ctx, sequences: held(kind, parts, _rounded(n_ctx), sequences)
 
 
-def _held(look: Rehearsal, kind: str, parts: frozenset[Part]) -> int:
+def _held(
+    look: Rehearsal, kind: str, parts: frozenset[Part], n_ctx: int, sequences: int
+) -> int:  # fmt: skip
     """With each different trace once: layers that are alike use the same blocks again."""
     fixed = look.vectors(parts)
+    different = dict.fromkeys(look.like[part] for part in sorted(parts) if part in look.like)
     steps = []
-    for step, traces in zip(look.steps, look.traces, strict=True):
-        around = look.around(step, parts)
-        mine = dict.fromkeys(traces[part] for part in sorted(parts) if part in traces)
+    for step in steps_of(n_ctx, sequences):
+        traces, around = look.traces(step), look.around(step, parts)
+        mine = dict.fromkeys(traces[part] for part in different)
         if step.tokens == 1:
             mine[look.fold(step, parts)] = None
         steps.append((around, mine, tuple((key, 0) for key, _ in around)))
@@ -166,11 +210,12 @@ def _held(look: Rehearsal, kind: str, parts: frozenset[Part]) -> int:
             arena.run([around, *mine, end])
         return fixed + arena.held
     if kind == "cuda":
-        return fixed + look.counts(parts) + _on_gpu(look, parts, steps)
+        rows = min(PROMPT, n_ctx) * look.model.width * 4
+        return fixed + look.counts(parts, sequences) + _on_gpu(look, parts, steps, rows)
     return fixed + max(peak_bytes([around, *mine, end], 512) for around, mine, end in steps)
 
 
-def _on_gpu(look: Rehearsal, parts: frozenset[Part], steps: Sequence[Any]) -> int:
+def _on_gpu(look: Rehearsal, parts: frozenset[Part], steps: Sequence[Any], rows: int) -> int:
     """Steps run for the first time, beside those that are recorded, and what both begin with."""
     n_layers = look.model.n_layers
     mixers = sum(part.kind == MIXER for part in parts)
@@ -179,8 +224,8 @@ def _on_gpu(look: Rehearsal, parts: frozenset[Part], steps: Sequence[Any]) -> in
     for around, mine, end in steps:
         for trace in (around, *mine, end):
             arena.run(trace)
-    rows = look.steps[0].tokens * look.model.width * 4 if recorded and mixers < n_layers else 0
-    return arena.held * (2 if recorded else 1) + rows + _ODD
+    begun = rows if recorded and mixers < n_layers else 0
+    return arena.held * (2 if recorded else 1) + begun + _ODD
 
 
 def rehearse(file: WeightFile, ops: Ops, kind: str, settings: LoadConfig) -> Rehearsal:

@@ -37,6 +37,8 @@ class Described:
     """What libraries will take for themselves of what is free now."""
     graphs: int = 0
     """What recorded steps will take."""
+    asked: bool = False
+    """Whether `memory_budget` is what it has free."""
 
     @property
     def limit(self) -> int:

@@ -14,6 +14,9 @@ from quire.memory.groups.state_layout import RecurrentSpec, StateLayout
 from quire.models.loader import DOWN, EMBEDDING, EXPERTS, MIXER, NETWORK, OUTPUT, Part
 from quire.placement.blueprint import Blueprint
 
+Compute = Callable[[str, frozenset[Part], int, int], int]
+"""Bytes of arrays: of a kind of device, some parts, a context and a number of sequences."""
+
 
 @dataclass(frozen=True)
 class GroupFacts:
@@ -32,6 +35,8 @@ class GroupFacts:
     log_tokens: int = 1
     most_pages: int | None = None
     """Of all sequences together (`kv_cache_tokens`)."""
+    up_front: bool = False
+    """Whether all of these are taken at the start."""
 
     def needed(self, layers: int, n_ctx: int, sequences: int, checkpoints: int) -> list[int]:
         """Bytes of each pool that so many layers take, before they are rounded to granules."""
@@ -48,7 +53,7 @@ class GroupFacts:
             held = checkpoints  # all but the last page are shared
         total = pages * sequences + held
         if self.most_pages is not None:
-            total = min(total, self.most_pages)
+            total = self.most_pages if self.up_front else min(total, self.most_pages)
         return [total * layers * self.page_bytes]
 
     def most_sequences(self, n_ctx: int) -> float:
@@ -70,7 +75,7 @@ class ModelFacts:
     groups: tuple[GroupFacts, ...]
     parts: Mapping[str, Mapping[Part, int]]
     """By kind of device: bytes of weights of each part."""
-    compute: Callable[[str, frozenset[Part]], int]
+    compute: Compute
     """Bytes of arrays that these parts take on a kind of device, at most."""
     active: float = 1.0
     """The share of experts that a token uses."""
@@ -102,7 +107,7 @@ class ModelFacts:
 
 def model_facts(
     blueprints: Mapping[str, Blueprint], settings: LoadConfig,
-    compute: Callable[[str, frozenset[Part]], int],
+    compute: Compute,
 ) -> ModelFacts:  # fmt: skip
     """The facts of a model whose file was looked at for each kind of device."""
     one = next(iter(blueprints.values()))
@@ -150,5 +155,6 @@ def group_facts(spec: GroupSpec | RecurrentSpec, settings: MemorySettings) -> Gr
     cap = settings.kv_cache_tokens
     most = None if cap is None else layout.pages_for(cap)
     return GroupFacts(
-        spec.name, spec.kind, layers, layout.page_tokens, size, window, most_pages=most
-    )
+        spec.name, spec.kind, layers, layout.page_tokens, size, window, most_pages=most,
+        up_front=not settings.kv_cache_demand_paged,
+    )  # fmt: skip

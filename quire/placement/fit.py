@@ -10,15 +10,24 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from quire.errors import RequestError
 from quire.models.loader import DOWN, EMBEDDING, EXPERTS, MIXER, OUTPUT, Part
+from quire.placement.advice import refusal
 from quire.placement.described import Described
 from quire.placement.facts import ModelFacts
-from quire.placement.plan import Load, Plan, lay_out, over
-from quire.placement.wanted import DoesNotFit, Wanted, by_share, check, in_order, number_of
+from quire.placement.plan import Load, Plan, lay_out
+from quire.placement.wanted import (
+    Wanted,
+    by_share,
+    check,
+    in_order,
+    moot,
+    number_of,
+)
+from quire.placement.words import counted
 
 
 def fit(
@@ -26,7 +35,14 @@ def fit(
     draft: ModelFacts | None = None,
 ) -> Plan:  # fmt: skip
     """The best plan for these devices, the host being the last; DoesNotFit if there is none."""
-    return _Search(model, devices, wanted, draft).best()
+
+    def best(wanted: Wanted) -> Plan:
+        return _Search(model, devices, wanted, draft).best()
+
+    plan = best(wanted)
+    if not plan.fits:
+        raise refusal(plan, wanted, best)
+    return plan
 
 
 def whole_context(model: ModelFacts, wanted: Wanted) -> int:
@@ -37,15 +53,6 @@ def whole_context(model: ModelFacts, wanted: Wanted) -> int:
 def _turn(part: Part) -> float:
     """When a matrix of experts goes to the host: 1 for the first; other parts never do."""
     return 2 * part.layer + {DOWN: 1, EXPERTS: 2}.get(part.kind, math.inf)
-
-
-def _moved(plan: Plan) -> int:
-    """How many matrices of experts went to the host from layers that are elsewhere."""
-    host, places, turns = len(plan.devices) - 1, plan.places, [0.0]
-    for part, at in places.items():
-        if at == host and part.layer >= 0 and places[Part(MIXER, part.layer)] != host:
-            turns.append(_turn(part))
-    return int(max(turn for turn in turns if turn < math.inf))
 
 
 class _Search:
@@ -59,7 +66,7 @@ class _Search:
         self.devices = list(devices)
         self.host = len(self.devices) - 1
         self.gpus = in_order(self.devices[:-1], wanted.main_gpu)
-        self.notes: list[str] = []
+        self.notes = moot(wanted, devices)
         self.page = max([1, *(g.page_tokens for g in model.groups)])
         self.full = whole_context(model, wanted)
         open_ctx = wanted.n_ctx is None and wanted.fit
@@ -69,42 +76,35 @@ class _Search:
     # -- the order of things ----------------------------------------------------------------------
 
     def best(self) -> Plan:
-        """The first in order that fits."""
-        model, wanted = self.model, self.wanted
-        most = model.n_layers + 1 if self.gpus else 0
-        asked = wanted.n_gpu_layers
-        if asked and not self.gpus:
-            self.notes.append(
-                f"n_gpu_layers={asked}: there is no GPU, so all layers are on the CPU"
-            )
-        layers = [most] if asked is None else [min(asked, most)]
-        moved = [2 * (wanted.n_cpu_moe or 0)]  # matrices of experts: two in a layer
-        if not wanted.fit:
-            plan = self.even(self.plan(layers[0], moved[0], self.full))
-            return plan if plan.fits else self.refuse(plan)
-        if found := self.widest(layers[0], moved[0]):
-            return self.told(found)
-        if wanted.n_cpu_moe is None and model.has_experts and self.gpus:
-            moved = list(range(1, 2 * model.n_layers + 1))
-            if found := self.first(self.widest(layers[0], k) for k in moved):
-                return self.told(found)
-        if asked is None and self.gpus:
-            rest = range(most - 1, -1, -1)
-            if found := self.first(self.widest(n, moved[-1]) for n in rest):
-                return self.told(found)
-        return self.refuse(self.plan(layers[0], moved[-1], self.least))
+        """The first in order that fits; if there is none, the one that has the most on GPUs."""
+        most = self.model.n_layers + 1 if self.gpus else 0
+        asked, moved = self.wanted.n_gpu_layers, 0
+        first = most if asked is None else min(asked, most)
+        for n, moved in self.turns(first):
+            if plan := self.widest(n, moved):
+                return self.told(self.even(plan, n, moved), moved)
+        return self.plan(first, moved, self.least)
 
-    @staticmethod
-    def first(plans: Iterable[Plan | None]) -> Plan | None:
-        """The first that there is."""
-        return next((plan for plan in plans if plan), None)
+    def turns(self, n: int) -> Iterator[tuple[int, int]]:
+        """How many layers are on GPUs, and matrices of experts on the host: two in a layer."""
+        wanted = self.wanted
+        moved = 2 * (wanted.n_cpu_moe or 0)
+        yield n, moved
+        if not (wanted.fit and self.gpus):
+            return
+        if wanted.n_cpu_moe is None and self.model.has_experts:
+            for moved in range(1, 2 * self.model.n_layers + 1):
+                yield n, moved
+        if wanted.n_gpu_layers is None:
+            for fewer in range(n - 1, -1, -1):
+                yield fewer, moved
 
     def widest(self, n: int, moved: int) -> Plan | None:
         """The plan with the largest context, from the least to the whole; None if none fits."""
-        if not (least := self.plan(n, moved, self.least)).fits:
-            return None
         if (whole := self.plan(n, moved, self.full)).fits:
             return whole
+        if not (least := self.plan(n, moved, self.least)).fits:
+            return None
         size = self.page
         low, high = self.least // size, -(-self.full // size)  # low fits, high does not
         found = least
@@ -139,12 +139,9 @@ class _Search:
             return laid_out(by_share(first, self.model.n_layers, shares), self.host)
         return laid_out(self.starts(first, share, laid_out), self.host)
 
-    def even(self, plan: Plan) -> Plan:
+    def even(self, plan: Plan, n: int, moved: int) -> Plan:
         """With GPUs as evenly filled as they can be, by the share of what each has."""
-        n, moved = plan.n_gpu_layers, max(_moved(plan), 2 * (self.wanted.n_cpu_moe or 0))
-        if len(self.gpus) < 2 or self.wanted.tensor_split or not plan.fits or not n:
-            return plan
-        if not self.wanted.kv_offload:
+        if len(self.gpus) < 2 or self.wanted.tensor_split or not n or not self.wanted.kv_offload:
             return plan
         low, high = 0.0, 1.0
         for _ in range(16):  # to a few kilobytes of a gigabyte
@@ -164,9 +161,10 @@ class _Search:
         A whole model on one device needs no token ids from the host.
         """
         cuts = [self.model.n_layers]
-        if n > self.model.n_layers and self.wanted.kv_offload and not self.wanted.overrides:
+        if n > self.model.n_layers and not self.wanted.overrides:
             whole = laid_out(cuts, self.gpus[0])
-            if whole.fits and (self.model.tied or whole.load.n_ctx == self.full):
+            alone = set(whole.places.values()) == {self.gpus[0]}
+            if alone and whole.fits and (self.model.tied or whole.load.n_ctx == self.full):
                 return whole
         return laid_out(cuts, self.host)
 
@@ -210,7 +208,7 @@ class _Search:
 
     def overridden(self, places: dict[Part, int]) -> dict[Part, int]:
         """With what the user put elsewhere by name."""
-        for pattern, name in self.wanted.overrides:
+        for pattern, name in self.wanted.overrides if self.gpus else ():
             at = number_of(self.devices, name)
             hit = False
             for part, names in (self.model.tensors or {}).items():
@@ -231,16 +229,15 @@ class _Search:
 
     # -- what is said ---------------------------------------------------------------------------
 
-    def told(self, plan: Plan) -> Plan:
+    def told(self, plan: Plan, moved: int) -> Plan:
         """With a line for everything that is not as it would be with more memory."""
-        plan = self.even(plan)
         notes = list(self.notes)
         if plan.load.n_ctx < self.full:
             notes.append(
                 f"n_ctx is {plan.load.n_ctx:,} and not the model's {self.full:,}: more does not fit"
             )
-        if plan.n_cpu_moe and self.wanted.n_cpu_moe is None:
-            part = ", of the last of these their last matrix" if _moved(plan) % 2 else ""
+        if plan.n_cpu_moe and moved and self.wanted.n_cpu_moe is None:
+            part = ", of the last of these their last matrix" if moved % 2 else ""
             notes.append(
                 f"the experts of the first {plan.n_cpu_moe} of {self.model.n_layers} layers are on "
                 f"the host{part}"
@@ -250,43 +247,14 @@ class _Search:
             notes.append(
                 f"n_gpu_layers is {plan.n_gpu_layers} of {most}: the other layers are on the host"
             )
+        notes += self.capped(plan)
         return replace(plan, notes=tuple(notes))
 
-    def refuse(self, plan: Plan) -> Plan:
-        """Raises with what is missing where, and what would fit."""
-        need = "; ".join(
-            f"{name} needs {need:,} bytes and has {have:,}"
-            for name, need, have in over(plan.devices)
-        )
-        nearest = self.nearest()
-        said = "close other programs, or take a smaller model"
-        if nearest:
-            load = nearest.load
-            said = (
-                f"what would fit: n_ctx={load.n_ctx}, {load.sequences} sequences, "
-                f"n_gpu_layers={nearest.n_gpu_layers}, n_cpu_moe={nearest.n_cpu_moe}"
-            )
-        raise DoesNotFit(f"{self.model.name} does not fit: {need}; {said}", nearest)
-
-    def nearest(self) -> Plan | None:
-        """What fits when one thing after the other that the user asked for is let go."""
-        wanted = self.wanted
-        tries = [
-            replace(wanted, n_ctx=None, fit=True),
-            replace(wanted, n_gpu_layers=None, n_cpu_moe=None, tensor_split=None, fit=True),
-            replace(
-                wanted, n_ctx=None, n_gpu_layers=None, n_cpu_moe=None, tensor_split=None, fit=True
-            ),
-        ]
-        tries += [replace(one, floor=self.page) for one in tries]
-        tries += [replace(one, sequences=1, checkpoints=0) for one in tries]
-        for one in tries:
-            if one == wanted:
-                continue
-            search = _Search(self.model, self.devices, one, self.draft)
-            search.nearest = lambda: None  # type: ignore[method-assign]
-            try:
-                return search.best()
-            except DoesNotFit:
-                pass
-        return None
+    def capped(self, plan: Plan) -> list[str]:
+        """What kv_cache_tokens does not have pages for, though bytes there are."""
+        load = plan.load
+        has = int(min([load.sequences, *(g.most_sequences(load.n_ctx) for g in plan.model.groups)]))
+        if has == load.sequences:
+            return []
+        told = f"kv_cache_tokens has pages for {counted(has, 'sequence')} of {load.n_ctx:,} tokens"
+        return [f"{told} at once, not for {load.sequences}"]

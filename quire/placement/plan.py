@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -182,13 +182,13 @@ class Plan:
         return shown(self)
 
 
-def over(devices: Sequence[DevicePlan]) -> list[tuple[str, int, int]]:
-    """Devices that would be over their limits: name, need, have."""
-    found = [(one.device.name, one.total, one.device.limit) for one in devices if one.left < 0]
+def over(devices: Sequence[DevicePlan]) -> list[tuple[DevicePlan, int, int]]:
+    """Devices that would be over their limits, with need and have."""
+    found = [(one, one.total, one.device.limit) for one in devices if one.left < 0]
     host = devices[-1]
     shared = sum(one.total for one in devices[:-1] if one.device.unified)
     if shared and not found and host.total + shared > host.device.limit:
-        found.append((host.device.name, host.total + shared, host.device.limit))
+        found.append((host, host.total + shared, host.device.limit))
     return found
 
 
@@ -205,12 +205,24 @@ def lay_out(
         extra = draft_bytes(draft, device, load) if draft and at == drafts else 0
         found.append(DevicePlan(
             device, here, _weights(model, device.kind, here), _memory(model, device, here, load),
-            model.compute(device.kind, frozenset(here)) if here else 0,
+            _arrays(model, device.kind, here, load),
             device.libraries if here else 0,
             device.graphs if at == drafts == places[last] else 0, extra,
-            _streaming(model, devices, places, at) if load.streams else 0,
+            _streaming(model, devices, places, at, load) if load.streams else 0,
         ))  # fmt: skip
+    if len(devices) == 1 and devices[0].kind != "cuda":
+        found = [_giving_way(found[0])]
     return Plan(model, tuple(found), places, load, tuple(notes), draft)
+
+
+def _giving_way(one: DevicePlan) -> DevicePlan:
+    """Arrays of the host have what is left: where that is little, steps are small."""
+    return replace(one, compute=max(min(one.compute, one.compute + one.left), 0))
+
+
+def _arrays(model: ModelFacts, kind: str, parts: Collection[Part], load: Load) -> int:
+    """What arrays of steps take."""
+    return model.compute(kind, frozenset(parts), load.n_ctx, load.sequences) if parts else 0
 
 
 def _weights(model: ModelFacts, kind: str, parts: Sequence[Part]) -> dict[str, int]:
@@ -223,7 +235,7 @@ def _weights(model: ModelFacts, kind: str, parts: Sequence[Part]) -> dict[str, i
 
 
 def _streaming(
-    model: ModelFacts, devices: Sequence[Described], places: Places, at: int
+    model: ModelFacts, devices: Sequence[Described], places: Places, at: int, load: Load
 ) -> int:  # fmt: skip
     """Of the device with the output: two rooms, what packing takes, and more arrays than its own
     layers have; of the host: staging."""
@@ -239,7 +251,7 @@ def _streaming(
         frozenset(part for part, place in places.items() if place == each and part.kind in kinds)
         for each, kinds in ((main, _LAYER), (host, _LAYER[1:]))
     )  # fmt: skip
-    arrays = model.compute(kind, passing) - (model.compute(kind, here) if here else 0)
+    arrays = _arrays(model, kind, passing, load) - _arrays(model, kind, here, load)
     return ROOMS * room + UNPACKED * on_gpu + max(arrays, 0)
 
 
@@ -275,5 +287,5 @@ def draft_bytes(draft: ModelFacts, device: Described, load: Load) -> int:
     return (
         sum(_weights(draft, device.kind, parts).values())
         + sum(memory.values())
-        + draft.compute(device.kind, frozenset(parts))
+        + _arrays(draft, device.kind, parts, follows)
     )

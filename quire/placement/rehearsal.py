@@ -168,14 +168,18 @@ class RehearsedOps:
     ) -> Shape:  # fmt: skip
         n, width = x.shape
         pairs = n * n_used
-        first = Shape(self, n, width), Shape(self, n, router.rows)
+        middle = Shape(self, pairs, 2 * down.cols)
+        enters = Shape(self, n, width), Shape(self, n, router.rows)
         self._panels(n, router, exact=True)
-        then = Shape(self, pairs, 2 * down.cols), Shape(self, pairs, width)
         self._panels(pairs, gate_up)
+        if self._kernels:
+            del enters  # csrc/experts.cpp lets go of them before it leaves
+        rows = Shape(self, pairs, width)
         self._panels(pairs, down)
         if not self._kernels:  # what gate and up make, in 16 bits
             Shape(self, pairs, down.cols // 2)
-        del then, first
+            del enters
+        del rows, middle
         return into
 
     def _panels(self, n: int, w: MatrixShape, exact: bool = False) -> None:

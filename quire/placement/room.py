@@ -5,22 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from quire.errors import DoesNotFit
 from quire.placement.described import GIB, Described
 from quire.placement.facts import ModelFacts
 from quire.placement.fit import fit
 from quire.placement.plan import Load, Plan
-from quire.placement.wanted import DoesNotFit, Wanted
+from quire.placement.wanted import Wanted
+from quire.placement.words import counted
 
 _MOST = 1 << 20
 
 
 def longest_context(plan: Plan) -> int:
-    """The longest context that fits with every part where it is, up to what the model was made for.
+    """The longest context that fits with every part where it is, up to what the model was made for,
+    or what was asked for.
 
     0 where not even one token fits.
     """
     fits = _tried(plan, lambda n: replace(plan.load, n_ctx=n))
-    return _largest(fits, plan.model.n_ctx_train)
+    return _largest(fits, max(plan.model.n_ctx_train, plan.load.n_ctx))
 
 
 def most_sequences(plan: Plan) -> int:
@@ -49,13 +52,14 @@ def next_gib(
 def _gain(now: Plan, then: Plan) -> str:
     gains = []
     if then.n_gpu_layers > now.n_gpu_layers:
-        gains.append(f"{then.n_gpu_layers - now.n_gpu_layers} more layers on GPUs")
+        gains.append(f"{counted(then.n_gpu_layers - now.n_gpu_layers, 'more layer')} on GPUs")
     if then.n_cpu_moe < now.n_cpu_moe:
-        gains.append(f"the experts of {now.n_cpu_moe - then.n_cpu_moe} more layers on GPUs")
+        fewer = counted(now.n_cpu_moe - then.n_cpu_moe, "more layer")
+        gains.append(f"the experts of {fewer} on GPUs")
     if then.load.n_ctx > now.load.n_ctx:
-        gains.append(f"{then.load.n_ctx - now.load.n_ctx:,} more tokens of context")
+        gains.append(f"{counted(then.load.n_ctx - now.load.n_ctx, 'more token')} of context")
     if not gains and (more := most_sequences(then) - most_sequences(now)) > 0:
-        gains.append(f"{more:,} more sequences at once")
+        gains.append(f"{counted(more, 'more sequence')} at once")
     return ", ".join(gains) or "nothing"
 
 

@@ -2,49 +2,39 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from rich.console import Console
 from rich.table import Table
 
-from quire.placement.plan import DevicePlan, Plan
+from quire.placement.plan import DevicePlan, Outlook, Plan
+from quire.placement.words import counted, size
 
-_WIDTH = 60
+_COLUMNS = 80
+_WIDTH = 42
 _MARKS = {
     "weights": "#", "memory": "=", "draft": "d", "compute": "+", "libraries and graphs": "~",
     "reserve": ".",
 }  # fmt: skip
 
 
-def size(n_bytes: float) -> str:
-    """Bytes for people."""
-    for unit in ("B", "KiB", "MiB"):
-        if abs(n_bytes) < 1024:
-            return f"{n_bytes:.0f} {unit}" if unit == "B" else f"{n_bytes:.1f} {unit}"
-        n_bytes /= 1024
-    return f"{n_bytes:.2f} GiB"
-
-
 def shown(plan: Plan) -> str:
-    """All of a plan."""
-    console = Console(width=100)
-    with console.capture() as capture:
-        console.print(_table(plan))
-        for one in plan.devices:
-            if one.parts:
-                console.print(_bar(one), highlight=False, markup=False)
-        console.print(_legend(), highlight=False, markup=False)
-        for line in _lines(plan):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
-    return capture.get()
-
-
-def _table(plan: Plan) -> Table:
-    load = plan.load
-    table = Table(
-        title=f"{plan.model.name}: {load.sequences} x {load.n_ctx:,} tokens, "
+    """All of a plan, in lines that fit a terminal."""
+    load, used = plan.load, [one for one in plan.devices if one.parts]
+    title = (
+        f"{plan.model.name}: {counted(load.sequences, 'sequence')} of {load.n_ctx:,} tokens, "
         f"{'fits' if plan.fits else 'does not fit'}"
     )
+    console = Console(width=max(_COLUMNS, 23 + 12 * len(used)))
+    with console.capture() as capture:
+        console.print(_table(used))
+    lines = [*map(_bar, used), *_legend(used), *_lines(plan)]
+    return "\n".join([title, capture.get().rstrip(), *lines]) + "\n"
+
+
+def _table(used: list[DevicePlan]) -> Table:
+    table = Table()
     table.add_column("")
-    used = [one for one in plan.devices if one.parts]
     for one in used:
         table.add_column(one.device.name, justify="right")
     table.add_row("layers", *(str(one.layers) for one in used))
@@ -65,42 +55,54 @@ def _cell(n_bytes: int) -> str:
     return size(n_bytes) if n_bytes else "-"
 
 
-def _bar(one: DevicePlan) -> str:
-    whole = max(one.device.free, one.total + one.device.margin, 1)
-    sizes = {
+def _uses(one: DevicePlan) -> dict[str, int]:
+    return {
         "weights": sum(one.weights.values()), "memory": sum(one.memory.values()),
         "draft": one.draft, "compute": one.compute + one.streaming,
         "libraries and graphs": one.libraries + one.graphs, "reserve": one.device.margin,
     }  # fmt: skip
+
+
+def _bar(one: DevicePlan) -> str:
+    whole = max(one.device.free, one.total + one.device.margin, 1)
     bar, done = "", 0
-    for use, n_bytes in sizes.items():
+    for use, n_bytes in _uses(one).items():
         done += n_bytes
         bar += _MARKS[use] * (round(done / whole * _WIDTH) - len(bar))
     share = 100 * one.total / max(one.device.free, 1)
-    name = f"{one.device.name:<12}"
-    return f"{name}[{bar:<{_WIDTH}}] {share:.0f}% of {size(one.device.free)}"
+    return f"{one.device.name:<10}[{bar:<{_WIDTH}}] {share:>3.0f}% of {size(one.device.free)}"
 
 
-def _legend() -> str:
-    return " " * 13 + "  ".join(f"{mark} {use}" for use, mark in _MARKS.items())
+def _legend(used: list[DevicePlan]) -> list[str]:
+    """The marks that there are."""
+    shown = [use for use in _MARKS if any(_uses(one)[use] for one in used)]
+    whole = (f"{_MARKS[use]} {use}".replace(" ", "\xa0") for use in shown)  # each on one line
+    lines = _wrapped("  ".join(whole), " " * 11, " " * 11)
+    return [line.replace("\xa0", " ") for line in lines]
+
+
+def _wrapped(text: str, first: str = "", rest: str = "  ") -> list[str]:
+    return textwrap.wrap(text, _COLUMNS, initial_indent=first, subsequent_indent=rest,
+                         break_long_words=False, break_on_hyphens=False)  # fmt: skip
 
 
 def _lines(plan: Plan) -> list[str]:
     lines = [f"note: {note}" for note in plan.notes]
-    look = plan.outlook
-    if look is None:
-        return lines
-    lines.append(
-        f"largest context: {look.longest_context:,} tokens; sequences of {plan.load.n_ctx:,} "
-        f"tokens at once: {look.most_sequences:,}"
-    )
-    if look.tokens_per_second:
-        low, middle, high = look.tokens_per_second
+    if look := plan.outlook:
         lines.append(
-            f"expected: at most {middle:.1f} tokens/s ({low:.1f} to {high:.1f}), one sequence, "
-            "context half full: by measured speed of reading weights; arithmetic is not counted"
+            f"largest context: {counted(look.longest_context, 'token')}; sequences of "
+            f"{plan.load.n_ctx:,} tokens at once: {look.most_sequences:,}"
         )
-    else:
-        lines.append("expected tokens/s: not known, a device is only described")
-    lines += [f"one more GiB on {name}: {what}" for name, what in look.next_gib.items()]
-    return lines
+        lines.append(_speed(look))
+        lines += [f"one more GiB on {name}: {what}" for name, what in look.next_gib.items()]
+    return [part for line in lines for part in _wrapped(line)]
+
+
+def _speed(look: Outlook) -> str:
+    if not look.tokens_per_second:
+        return "expected tokens/s: not known, a device is only described"
+    low, middle, high = look.tokens_per_second
+    return (
+        f"expected: at most {middle:.1f} tokens/s ({low:.1f} to {high:.1f}), one sequence, context "
+        "half full: by measured speed of reading weights; arithmetic is not counted"
+    )

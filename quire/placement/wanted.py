@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quire.errors import BudgetError, RequestError
+from quire.errors import RequestError
 from quire.placement.described import Described
 from quire.placement.facts import ModelFacts
-from quire.placement.plan import Plan
 
 FLOOR = 4096
 """A context is not made smaller than this before parts of the model leave the GPUs."""
@@ -38,14 +37,6 @@ class Wanted:
     floor: int = FLOOR
     fit: bool = True
     """Whether anything may be changed at all."""
-
-
-class DoesNotFit(BudgetError):
-    """No plan with what was asked for fits; `nearest` is what would."""
-
-    def __init__(self, message: str, nearest: Plan | None) -> None:
-        super().__init__(message)
-        self.nearest = nearest
 
 
 def in_order(gpus: Sequence[Described], main: int | None) -> list[int]:
@@ -88,3 +79,25 @@ def check(wanted: Wanted, model: ModelFacts, gpus: int) -> None:
         )
     if wanted.main_gpu is not None and gpus and wanted.main_gpu >= gpus:
         raise RequestError(f"main_gpu is {wanted.main_gpu}; there are {gpus} GPUs, from 0 on")
+
+
+def moot(wanted: Wanted, devices: Sequence[Described]) -> list[str]:
+    """What is asked for of GPUs that are not there, a line each."""
+    *gpus, host = devices
+    if gpus:
+        alone = wanted.tensor_split and len(gpus) == 1
+        return [f"tensor_split: there is one GPU, {gpus[0].name}, which has all"] if alone else []
+    asked = {
+        "n_gpu_layers": wanted.n_gpu_layers,
+        "n_cpu_moe": wanted.n_cpu_moe is not None,
+        "tensor_split": wanted.tensor_split,
+        "main_gpu": wanted.main_gpu is not None,
+        "override_tensor": wanted.overrides,
+        "kv_offload=False": not wanted.kv_offload,
+    }
+    told = f"there is {'no GPU' if host.kind != 'cuda' else 'one device'}, so all layers are on"
+    return [f"{name}: {told} {_called(host)}" for name, given in asked.items() if given]
+
+
+def _called(host: Described) -> str:
+    return "the CPU" if host.kind == "cpu" else host.name

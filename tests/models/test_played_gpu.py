@@ -253,3 +253,17 @@ def test_recorded_steps_give_way_to_a_context_that_was_planned(
             assert session.generate(max_tokens=150, ignore_eos=True).token_ids == wanted
         assert steps.forgotten > 0
         llm.memory.audit()
+
+
+def test_the_slower_of_host_and_gpu_tells_how_long_prompts_take(tmp_path: Path) -> None:
+    """They work at the same time: one at a chunk, the other at the one before."""
+    path = session_kinds.write("dense", tmp_path)
+    with quire.load(path, device="cuda", n_gpu_layers=2, threads=1) as llm:
+        runner: Any = llm.engine.runner
+        llm.logits(IDS)
+        llm.generate(IDS, max_tokens=1)
+        host = runner.seconds_per_token
+        runner.steps.seconds_per_token = host / 2
+        assert runner.seconds_per_token == host > 0
+        runner.steps.seconds_per_token = host * 3
+        assert runner.seconds_per_token == host * 3

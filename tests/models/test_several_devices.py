@@ -390,5 +390,5 @@ def test_the_faster_way_is_found_by_measuring() -> None:
 def test_layers_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
     tiny.write(tmp_path / "m.gguf", tiny.Tiny())
     with quire.load(tmp_path / "m.gguf", n_gpu_layers=99, device="cpu", **ROOM) as llm:
-        assert llm.plan.notes == ("n_gpu_layers=99: there is no GPU, so all layers are on the CPU",)
+        assert llm.plan.notes == ("n_gpu_layers: there is no GPU, so all layers are on the CPU",)
         assert llm.device.name == "cpu"
