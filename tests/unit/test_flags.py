@@ -69,7 +69,7 @@ def test_a_model_that_is_nearly_known() -> None:
 def test_on_and_off(path: str) -> None:
     """As llama.cpp has them, as switches, and behind an equals sign."""
     assert run("run", "hi", "-m", path, *FEW, "--fit", "on").exit_code == 0
-    less = ("plan", path, "--memory-budget", "900KiB", "-t", "1", "--json")
+    less = ("plan", path, "--memory-budget", "700KiB", "-t", "1", "--json")
     for words in (["--fit", "on"], ["-fit", "on"], ["--fit"], ["--fit=on"], []):
         found = run(*less, *words)
         assert found.exit_code == 0 and json.loads(found.stdout)["n_ctx"] < 512, found.output
@@ -103,14 +103,14 @@ def test_quantize_takes_a_format_in_any_case(path: str, tmp_path: Path) -> None:
 
 def test_a_refusal_speaks_of_flags_and_can_be_heeded(path: str) -> None:
     """What would fit is typed as it is told."""
-    tight = ("--memory-budget", "900KiB", "-t", "1")
+    tight = ("--memory-budget", "1MiB", "-t", "1")
     refused = run("plan", path, "-c", "512", "--parallel", "40", *tight)
     assert refused.exit_code == 1 and "cpu needs" in refused.stderr
     told = refused.stderr.partition("what would fit: ")[2].split(", or ")
     ways = [dict(re.findall(r"(--[a-z-]+|-c) ([\w.]+)", one)) for one in told]
     assert {flag for way in ways for flag in way} == {"--memory-budget", "-c", "--parallel"}
     for way in ways:
-        words = {"-c": "512", "--parallel": "40", "--memory-budget": "900KiB"} | way
+        words = {"-c": "512", "--parallel": "40", "--memory-budget": "1MiB"} | way
         taken = run("plan", path, "-t", "1", *(word for pair in words.items() for word in pair))
         assert taken.exit_code == 0, (way, taken.stderr)
     assert "_" not in refused.stderr.partition("does not fit")[2]
