@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from errno import EEXIST, EINVAL
 from pathlib import Path
-from threading import Lock
+from threading import Lock, RLock
 from typing import Any, BinaryIO
+from weakref import WeakValueDictionary
 
 _OPEN_FILES = "/proc/self/fd"
 
@@ -49,6 +50,21 @@ read_at: Callable[[int, Sequence[Any], int], int] = getattr(os, "preadv", seek_a
 """Fills buffers, one behind the other, with a file's bytes from an offset on; how many came."""
 write_at: Callable[[int, Sequence[Any], int], int] = getattr(os, "pwritev", seek_and_write)
 """The same for writing."""
+
+
+class Writers:
+    """One lock for each file, so that those who replace it do so one after the other."""
+
+    def __init__(self) -> None:
+        self._naming = RLock()
+        self._by_path: WeakValueDictionary[str, Any] = WeakValueDictionary()
+
+    def of(self, path: Path) -> AbstractContextManager[object]:
+        """That of a path; a handler of a signal that comes meanwhile may take it once more."""
+        real = str(path) if "\0" in str(path) else os.path.realpath(path)
+        with self._naming:
+            found: AbstractContextManager[object] = self._by_path.setdefault(real, RLock())
+            return found
 
 
 def replace_file(path: Path, write: Callable[[BinaryIO], None]) -> None:

@@ -33,6 +33,7 @@ from quire.engine.prefix_cache import PrefixCache
 from quire.engine.resize import resize
 from quire.engine.runner import Runner
 from quire.errors import RequestError
+from quire.files import Writers
 from quire.memory.build import build_memory, longest_on_each
 from quire.memory.groups.layout import GroupSpec
 from quire.memory.groups.state_layout import RecurrentSpec
@@ -108,6 +109,8 @@ class LLM(Generating):
             failed.callback(memory.close)
             self.engine = self._engine(memory, away)
             failed.pop_all()
+        self.writers = Writers()
+        """Of files of sessions."""
         self.loop = Loop(self.engine, beside.loop.seat if beside else None)
         self.load_s = time.perf_counter() - started
 

@@ -9,7 +9,6 @@ from contextlib import suppress
 from copy import deepcopy
 from functools import partial
 from html import escape
-from threading import RLock
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import numpy as np
@@ -49,7 +48,6 @@ class Session(Marked):
         self._llm = llm
         self.notes: dict[str, Any] = dict(notes or {})
         """Whatever a program wants to find again in a saved session; plain JSON."""
-        self._saving = RLock()
         self._end = Ending(llm.loop, sequence, self._marks)
         llm.loop.when_gone(self, self._end)
 
@@ -80,8 +78,7 @@ class Session(Marked):
 
     def append(self, prompt: str | Seq[int]) -> Session:
         """Adds text or token ids and computes them now."""
-        tokens = self._llm.tokens_of(prompt, self._live().length)
-        appending = self._loop.call(lambda: self.start_append(tokens))
+        appending = self._appending(prompt)
         computed = False
         try:
             self._loop.wait(appending.work)
@@ -91,6 +88,29 @@ class Session(Marked):
         if appending.work.error:
             raise appending.work.error
         return self
+
+    async def aappend(self, prompt: str | Seq[int]) -> Session:
+        """`append` for coroutines; a task that is cancelled has appended nothing."""
+        loop, begun = self._loop, list[Appending]()
+
+        def undo() -> None:
+            for appending in begun:
+                appending.settle(keep=False)
+
+        try:
+            await off_the_loop(lambda: begun.append(self._appending(prompt)))
+            await loop.wait_async(begun[0].work)
+        except BaseException:
+            await off_the_loop(lambda: loop.call(undo))
+            raise
+        loop.later(lambda: begun[0].settle(keep=True))
+        if error := begun[0].work.error:
+            raise error
+        return self
+
+    def _appending(self, prompt: str | Seq[int]) -> Appending:
+        tokens = self._llm.tokens_of(prompt, self._live().length)
+        return self._loop.call(lambda: self.start_append(tokens))
 
     def start_append(self, tokens: Seq[int]) -> Appending:
         """Lets the next steps compute more tokens; on the loop."""
@@ -133,7 +153,7 @@ class Session(Marked):
     ) -> Completion:  # fmt: skip
         """`generate` for coroutines; a task that is cancelled leaves what came until then."""
         start = partial(self._start, sampling, speculate, stop, constraint, fields)
-        (job,) = await off_the_loop(lambda: [start()])
+        job = await off_the_loop(start, end_soon)
         try:
             await self._llm.done(job)
         finally:
@@ -222,14 +242,18 @@ class Session(Marked):
         """
 
         def remove(sequence: Sequence) -> None:
-            check_span(start, stop, sequence.length)
-            self._engine.history.remove(sequence, start, stop)
+            span = check_span(start, stop, sequence.length)
+            self._engine.history.remove(sequence, *span)
 
         self._computed(remove)
         return self
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes all of it to a file, marks too; `llm.open` goes on from it without computing."""
+        """Writes all of it to a file, marks too; `llm.open` goes on from it without computing.
+
+        Of those that save under one name at once, one does so after the other: the file that stays
+        is whole, and of the last.
+        """
         model, where = self._llm.fingerprint, path_of(path)
         loop = self._loop
 
@@ -238,7 +262,8 @@ class Session(Marked):
             loop.when_gone(made, made.let_go)
             return made
 
-        with self._saving:  # of two that save, the later one's file stays
+        loop.seat.check_process()  # a lock that another thread had before a fork stays locked
+        with self._llm.writers.of(where):
             saving = loop.call(begin)
             try:
                 saving.write(where, lambda: loop.call(saving.check))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -175,3 +177,54 @@ def test_of_two_that_save_the_later_one_stays(
         assert first.error is None and second.error is None
         with llm.open(where) as again:
             assert again.tokens == session.tokens
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_of_two_sessions_under_one_name_the_later_one_stays(
+    linked: bool, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through a link as well; and under other names nobody waits."""
+    where, name = tmp_path / "story.quire", tmp_path / "name.quire"
+    if linked:
+        name.symlink_to(where)
+    with quire.load(path) as llm, llm.session().append("one") as one:
+        with llm.session().append("two") as two, slow_disk(monkeypatch) as (begun, go_on):
+            first = Writing(one, where)
+            first.start()
+            assert begun.wait(SOON_S)
+            monkeypatch.undo()  # whoever comes now is quick
+            one.save(tmp_path / "elsewhere.quire")
+            second = Writing(two, name if linked else where)
+            second.start()
+            second.join(0.2)
+            go_on.set()
+            first.join(SOON_S)
+            second.join(SOON_S)
+            assert first.error is None and second.error is None
+            with llm.open(where) as again:
+                assert again.tokens == two.tokens
+        llm.memory.audit()
+
+
+def test_a_child_is_told_although_its_parent_was_saving(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with quire.load(path, threads=1) as llm, llm.session().append("one") as session:
+        with slow_disk(monkeypatch) as (begun, _):
+            first = Writing(session, tmp_path / "story.quire")
+            first.start()
+            assert begun.wait(SOON_S)
+            child = os.fork()
+            if child == 0:
+                try:
+                    session.save(tmp_path / "story.quire")
+                except RequestError:
+                    os._exit(0)
+                os._exit(1)
+            until = time.monotonic() + 20
+            while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+                if time.monotonic() > until:
+                    os.kill(child, 9)
+                time.sleep(0.01)
+        first.join(SOON_S)
+        assert ended[1] == 0 and first.error is None
