@@ -100,6 +100,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         fields = self.__dict__
+        for name, value in fields.items():
+            if isinstance(value, np.generic):
+                fields[name] = value.item()
         for name, (low, high) in _NUMBERS.items():
             value = fields[name]
             if type(value) is not float or not low <= value <= high:  # else all is well

@@ -148,16 +148,28 @@ class Company(Oracle):
     def tasks(self) -> None:
         """Coroutines, some of which are cancelled; their sessions are at rest at once."""
         asked: list[tuple[Shadow, Past, list[int], Coroutine[Any, Any, Any], float | None]] = []
-        for shadow in self.resting(10):
+        appended: list[Shadow] = []
+        for shadow in self.resting(40):
+            wait = self.rng.choice([None, None, 0, 0, 0.001, 0.01])
+            if self.rng.random() < 0.3:
+                tokens = self.tokens()[:30]
+                appended.append(shadow)
+                more = shadow.session.aappend(tokens)
+                asked.append((shadow, shadow.past, tokens, more, wait))
+                continue
             go = {"max_tokens": 8, "speculate": self.rng.choice(self.ways), **GO}
             streams = self.rng.random() < 0.5
             one: Any = _all_of(shadow.session.astream(**go)) if streams else None
             one = one or shadow.session.agenerate(**go)
-            wait = self.rng.choice([None, None, 0, 0, 0.001, 0.01])
             asked.append((shadow, shadow.past, self.truth.go_on(shadow.past, 8), one, wait))
         found = asyncio.run(_gathered([(one, wait) for *_, one, wait in asked]))
         self.note([type(one).__name__ for one in found])
         for (shadow, past, wanted, *_), result in zip(asked, found, strict=True):
+            if shadow in appended:
+                assert isinstance(result, (quire.Session, QuireError, asyncio.CancelledError))
+                shadow.options = [past.add(wanted) if result is shadow.session else past]
+                assert shadow.session.position == len(shadow.past.tokens)
+                continue
             assert isinstance(result, (quire.Completion, QuireError, asyncio.CancelledError))
             done = isinstance(result, quire.Completion)
             assert not isinstance(result, quire.Completion) or result.token_ids == wanted

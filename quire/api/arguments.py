@@ -9,6 +9,8 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from quire.errors import RequestError
 from quire.types import Constraint, Grammar, Json, Regex, Sampling, SamplingFields
 
@@ -42,22 +44,30 @@ def constraint_of(constraint: Constraint | None) -> Constraint | None:
     )
 
 
+def listed(given: object) -> list[Any] | None:
+    """What several things are given as, once: an iterator has them no second time."""
+    if not isinstance(given, Iterable) or isinstance(given, (str, bytes, bytearray, Mapping)):
+        return None
+    try:
+        return list(given)
+    except TypeError:  # an array without an axis
+        return None
+
+
 def stops_of(stop: object) -> list[str]:
     """Stop strings: one text, several, or none."""
     if stop is None:
         return []
-    several = isinstance(stop, Iterable) and not isinstance(stop, str)
-    found: list[Any] = list(stop) if several and isinstance(stop, Iterable) else [stop]
-    if not all(isinstance(one, str) for one in found):
+    found = [stop] if isinstance(stop, str) else listed(stop)
+    if found is None or not all(isinstance(one, str) for one in found):
         raise RequestError(f"stop is a text or a list of texts, not {stop!r:.80}")
     return found
 
 
 def messages_of(messages: object) -> list[dict[str, Any]]:
     """The messages of a conversation."""
-    several = isinstance(messages, Iterable) and not isinstance(messages, (str, bytes, Mapping))
-    found: list[Any] = list(messages) if several and isinstance(messages, Iterable) else [0]
-    if not all(isinstance(message, Mapping) for message in found):
+    found = listed(messages)
+    if found is None or not all(isinstance(message, Mapping) for message in found):
         said = messages if isinstance(messages, str) else "Hi"
         raise RequestError(
             "a conversation is a list of messages, such as "
@@ -108,12 +118,21 @@ def path_of(path: str | os.PathLike[str]) -> Path:
     raise RequestError(f"a session is saved under a path that a file can have, not {path!r:.80}")
 
 
-def check_span(start: object, stop: object, n: int) -> None:
-    """Refuses what is no part of so many tokens, or all of them."""
-    if not (isinstance(start, int) and isinstance(stop, int)):
+def check_span(start: object, stop: object, n: int) -> tuple[int, int]:
+    """Two positions; refuses what is no part of so many tokens, or all of them."""
+    first, end = whole_number(start), whole_number(stop)
+    if first is None or end is None:
         raise RequestError(f"remove takes two whole numbers, not {start!r:.40} and {stop!r:.40}")
-    if not 0 <= start < stop <= n or stop - start == n:
+    if not 0 <= first < end <= n or end - first == n:
         raise RequestError(f"remove takes a part of the {n} tokens, not {start} to {stop}")
+    return first, end
+
+
+def whole_number(given: object) -> int | None:
+    """A whole number, NumPy's too; None for anything else."""
+    if isinstance(given, (int, np.integer)) and not isinstance(given, bool):
+        return int(given)
+    return None
 
 
 def check_pin(pin: object, ttl_s: object) -> None:

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from functools import partial
 from itertools import chain
-from typing import Any, Unpack, cast, overload
+from typing import Any, Unpack, overload
 
 from quire.api.arguments import Stop, stops_of
 from quire.api.choices import Choices
 from quire.api.requests import ChatOptions, Options, Speculate
-from quire.api.stream import AsyncStream, Stream, end_soon, off_the_loop
-from quire.api.texts import Messages, Prompt, Several, is_batch
+from quire.api.stream import AsyncStream, Stream, end_all_soon, end_soon, off_the_loop
+from quire.api.texts import Messages, Prompt, Several, prompts_of
 from quire.api.vectors import Vectors
 from quire.engine.loop import Job
 from quire.engine.request import Request
@@ -62,10 +62,10 @@ class Generating(Vectors):
         """
         request = self.request(sampling, speculate, constraint, cache_salt, fields)
         choices = Choices.of(n, best_of)
-        several = is_batch(prompt)
+        prompts, several = prompts_of(prompt)
         jobs: list[list[Job]] = []
         try:
-            for one in cast(Several, prompt) if several else [cast(Prompt, prompt)]:
+            for one in prompts:
                 jobs.append(choices.start(self, choices.request(request), stop, one))
             for job in chain(*jobs):
                 self.loop.wait(job)
@@ -115,12 +115,12 @@ class Generating(Vectors):
         """`generate` for coroutines; cancelling the task gives its pages back."""
         request = self.request(sampling, speculate, constraint, cache_salt, fields)
         choices = Choices.of(n, best_of)
-        several = is_batch(prompt)
+        prompts, several = prompts_of(prompt)
         jobs: list[list[Job]] = []
         try:
-            for one in cast(Several, prompt) if several else [cast(Prompt, prompt)]:
+            for one in prompts:
                 start = partial(choices.start, self, choices.request(request), stop, one)
-                jobs.append(await off_the_loop(start))
+                jobs.append(await off_the_loop(start, end_all_soon))
             for job in chain(*jobs):
                 await self.done(job)
             answers = [self._answers(some, choices, request, n) for some in jobs]

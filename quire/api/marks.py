@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Self
 
+from quire.api.arguments import whole_number
 from quire.engine.engine import Engine
 from quire.engine.loop import Loop
 from quire.engine.sequence import Mark, Sequence
@@ -74,8 +75,8 @@ class Marked:
         n = sequence.length
         if isinstance(to, (Mark, str)):
             history.restore(sequence, self._marked(to) if isinstance(to, str) else to)
-        elif isinstance(to, int) and -n <= to < 0:
-            history.truncate(sequence, n + to, self._marks.values())
+        elif (by := whole_number(to)) is not None and -n <= by < 0:
+            history.truncate(sequence, n + by, self._marks.values())
         else:
             raise RequestError(
                 f"rewind takes a mark, its name, or -1 to -{n} tokens here, not {to!r:.80}"

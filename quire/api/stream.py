@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from quire.engine.loop import Job
 from quire.errors import RequestError
@@ -13,6 +13,7 @@ from quire.types import Completion
 if TYPE_CHECKING:
     from quire.api.session import Session
 
+T = TypeVar("T")
 Complete = Callable[[Job], Completion]
 """Makes a whole of what a job has come to; raises what made it fail."""
 
@@ -91,7 +92,7 @@ class AsyncStream:
         if self._closed:
             raise StopAsyncIteration
         if self._job is None:
-            (self._job,) = await off_the_loop(lambda: [self._start()])
+            self._job = await off_the_loop(self._start, end_soon)
         job = self._job
         try:
             while not (piece := job.take()):
@@ -125,22 +126,27 @@ def end_soon(job: Job | None) -> None:
         loop.later(lambda: loop.end(job))
 
 
-async def off_the_loop(start: Callable[[], list[Job]]) -> list[Job]:
-    """Starts requests in a thread, since compiling and tokenising take their time.
+def end_all_soon(jobs: list[Job]) -> None:
+    """The same for several."""
+    for job in jobs:
+        end_soon(job)
 
-    Cancelled meanwhile, it is over once they have come to be and have ended: nothing happens to a
-    session behind the back of whoever goes on with it.
+
+async def off_the_loop(do: Callable[[], T], unwanted: Callable[[T], object] | None = None) -> T:
+    """Does something in a thread: compiling and tokenising take their time, and so may a step.
+
+    Cancelled meanwhile, it is over once that has been done, and `unwanted` was told of it: nothing
+    happens to a session behind the back of whoever goes on with it.
     """
     import asyncio
 
-    task = asyncio.create_task(asyncio.to_thread(start))
+    task = asyncio.create_task(asyncio.to_thread(do))
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
         while not task.done():
             with suppress(asyncio.CancelledError):
                 await asyncio.wait([task])
-        if not task.cancelled() and task.exception() is None:
-            for job in task.result():
-                end_soon(job)
+        if unwanted and not task.cancelled() and task.exception() is None:
+            unwanted(task.result())
         raise

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.api.arguments import messages_of, template_options_of
+from quire.api.arguments import listed, messages_of, template_options_of
 from quire.engine.signals import SignalsLater
 from quire.errors import RequestError
 from quire.text.answers import AnswerReader
@@ -192,15 +192,18 @@ def tokenizer_of(file: WeightFile) -> Tokenizer:
     return Tokenizer.from_hf(file.path)
 
 
-def is_batch(prompt: Prompt | Seq[Prompt]) -> bool:
-    """Whether this is several prompts: not a text, and not token ids."""
-    if isinstance(prompt, str):
-        return False
-    if isinstance(prompt, (bytes, bytearray)):
-        raise _no_bytes(prompt)
-    if not isinstance(prompt, Iterable):
-        raise RequestError(f"a prompt is a text or a list of token ids, not {prompt!r:.80}")
-    return not all(issubclass(kind, (int, np.integer)) for kind in set(map(type, prompt)))
+def prompts_of(given: Prompt | Iterable[Prompt]) -> tuple[list[Prompt], bool]:
+    """What is to be continued, and whether it is several prompts: not a text, nor token ids."""
+    if isinstance(given, str):
+        return [given], False
+    if isinstance(given, (bytes, bytearray)):
+        raise _no_bytes(given)
+    found = listed(given)
+    if found is None:
+        raise RequestError(f"a prompt is a text or a list of token ids, not {given!r:.80}")
+    if all(issubclass(kind, (int, np.integer)) for kind in set(map(type, found))):
+        return [found], False
+    return found, True
 
 
 def _no_bytes(prompt: bytes | bytearray) -> RequestError:

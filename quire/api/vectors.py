@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.api.requests import Requests
-from quire.api.texts import Prompt, is_batch
+from quire.api.texts import Prompt, prompts_of
 from quire.engine.embedding import Embedding
 from quire.errors import RequestError
 from quire.types import POOLINGS, Pooling
@@ -45,7 +44,7 @@ class Vectors(Requests):
         chosen = self.pooling if pooling is None else pooling
         if not isinstance(chosen, str) or chosen not in POOLINGS:
             raise RequestError(f"pooling is one of {', '.join(POOLINGS)}, not {pooling!r:.80}")
-        several: Any = texts if is_batch(texts) else [texts]
+        several, _ = prompts_of(texts)
         tokens = [self.engine.prompt_of(0, self.tokens_of(text)) for text in several]
         for number, ids in enumerate(tokens):
             if not len(ids):

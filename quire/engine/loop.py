@@ -47,6 +47,11 @@ class Work:
         """Whether nothing more will come; what was computed may have lost its pages since."""
         return self.ended or self.error is not None or not self.sequence.active
 
+    @property
+    def has_news(self) -> bool:
+        """Whether a reader has something to take, or nothing to wait for."""
+        return self.done
+
     def receive(self, output: StepOutput) -> None:
         """Takes in what a step added, or that it failed."""
         self.error = output.error
@@ -271,18 +276,18 @@ class Loop:
         if work.error:
             raise work.error
 
-    async def wait_async(self, job: Job) -> None:
+    async def wait_async(self, work: Work) -> None:
         """The same for a coroutine, until there is something to read."""
         from quire.engine.guest import Guest
 
-        if not job.has_news:
-            guest = Guest(self, lambda: job.has_news or self._closing)
+        if not work.has_news:
+            guest = Guest(self, lambda: work.has_news or self._closing)
             self.seat.add_guest(guest)
             try:
                 await guest.future
             finally:
                 self.seat.remove_guest(guest)
-            self._check_open(job)
+            self._check_open(work)
 
     def _check_open(self, work: Work) -> None:
         finished = isinstance(work, Job) and work.finish_reason not in (None, "cancelled")

@@ -137,9 +137,11 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
         """The text of token ids from the start of a text; invalid UTF-8 becomes U+FFFD."""
-        if not isinstance(ids, Iterable):
-            raise TokenizerError(f"ids to decode must be a list of them, not {ids!r:.80}")
-        pieces = [self.token_bytes(id) for id in ids if not (skip_special and self.is_special(id))]
+        try:
+            each = iter(ids)
+        except TypeError:
+            raise TokenizerError(f"ids to decode must be a list, not {ids!r:.80}") from None
+        pieces = [self.token_bytes(id) for id in each if not (skip_special and self.is_special(id))]
         data = b"".join(pieces)
         if self.space_prefix:
             data = data.removeprefix(b" ")

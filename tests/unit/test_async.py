@@ -101,7 +101,7 @@ def test_chat_and_sessions(llm: quire.LLM) -> None:
         again = await llm.achat(messages, max_tokens=9, temperature=0)
         assert again.token_ids == wanted
         with llm.session() as s:
-            await asyncio.to_thread(s.append, [1, 2, 3])
+            assert await s.aappend([1, 2, 3]) is s
             assert (await s.agenerate(max_tokens=8, **GO)).token_ids == first
             pieces = []
             async for piece in s.astream(max_tokens=8, **GO):
@@ -162,6 +162,57 @@ def test_nothing_comes_behind_a_cancelled_task(llm: quire.LLM, streams: bool) ->
             session.logits()
             asyncio.run(cancelled(session, turns))
     assert pages(llm) == 0
+
+
+@pytest.mark.parametrize("edited", [False, True])
+@pytest.mark.parametrize("variant", ["attention", "window"])
+def test_a_cancelled_append_is_all_or_nothing(variant: str, edited: bool, tmp_path: Path) -> None:
+    """And it is over as soon as that is known, whenever it was cancelled."""
+    sliding = (True, False) if variant == "window" else None
+    model = tiny.Tiny("qwen2", layers=2, window=24, sliding=sliding, context=512)
+    tiny.write(tmp_path / "tiny.gguf", model if sliding else tiny.Tiny(context=512))
+    more = [3 + i % 200 for i in range(150)]
+
+    async def cancelled(session: quire.Session, wait: float) -> None:
+        task = asyncio.create_task(session.aappend(more))
+        await asyncio.sleep(wait)
+        task.cancel()
+        await asyncio.wait([task])
+        whole = [*before, *more] if not task.cancelled() else before
+        assert session.position == len(whole) and session.tokens == whole
+
+    with quire.load(tmp_path / "tiny.gguf", threads=1) as llm, llm.session() as session:
+        session.append(PROMPTS[0])
+        if edited:
+            session.remove(2, 4)
+        before, wanted = session.tokens, session.logits()
+        llm.engine.scheduler.max_tokens = 16
+        slowed(llm)
+        for wait in (0.0, 0.0, 0.001, 0.01, 0.02, 0.03, 0.3):
+            with session.fork() as one:
+                asyncio.run(cancelled(one, wait))
+                if one.tokens == before:
+                    assert (one.logits() == wanted).all()
+        llm.forget()
+        llm.memory.audit()
+
+
+def test_appending_what_cannot_be(llm: quire.LLM) -> None:
+    async def use(session: quire.Session) -> None:
+        with pytest.raises(quire.errors.ContextError):
+            await session.aappend([5] * 600)
+        with pytest.raises(RequestError, match="a prompt is a text"):
+            await session.aappend(None)  # type: ignore[arg-type]
+        first, second = await asyncio.gather(
+            session.aappend([7] * 200), session.aappend([8] * 200), return_exceptions=True
+        )
+        done = [one for one in (first, second) if not isinstance(one, BaseException)]
+        assert session.position == 200 * len(done) + 3 and done
+
+    with llm.session().append([1, 2, 3]) as session:
+        asyncio.run(use(session))
+    with pytest.raises(RequestError, match="closed"):
+        asyncio.run(session.aappend([1]))
 
 
 def test_timeouts(llm: quire.LLM) -> None:

@@ -18,7 +18,7 @@ from tests import tiny
 ODD: list[Any] = [
     None, 5, -1, 2**70, 1.5, float("nan"), "x", "\ud800", "a\0b", b"x", [], [None], ["a"], [1.5],
     [2**70], [-1], {}, {"a": 1}, object(), True, [[1], [2]], range(3), np.array([1, 2]),
-    np.array([1.5]), (1, 2),
+    np.array([1.5]), (1, 2), np.int64(2), np.float32(0.5), np.bool_(True),
 ]  # fmt: skip
 HELLO = [{"role": "user", "content": "Hello"}]
 ONE: dict[str, Any] = {"max_tokens": 1}
@@ -144,3 +144,30 @@ def test_no_stop_strings(llm: quire.LLM) -> None:
     wanted = llm.generate("a", max_tokens=9, ignore_eos=True).text
     for none in (None, [], ()):
         assert llm.generate("a", stop=none, max_tokens=9, ignore_eos=True).text == wanted
+
+
+def test_iterators_are_used_up_once(llm: quire.LLM) -> None:
+    """Prompts and token ids may come one by one."""
+    wanted = [one.text for one in llm.generate(["a", "b"], **ONE)]
+    assert [one.text for one in llm.generate(iter(["a", "b"]), **ONE)] == wanted  # type: ignore[call-overload]
+    assert llm.generate(iter([1, 2]), **ONE).text == llm.generate([1, 2], **ONE).text  # type: ignore[call-overload]
+    assert np.array_equal(llm.embed(map(str, "ab")), llm.embed(["a", "b"]))  # type: ignore[arg-type]
+    for none in ({"a": 1}, np.array(3)):
+        with pytest.raises(QuireError, match="a prompt is a text or a list of token ids"):
+            llm.generate(none, **ONE)  # type: ignore[call-overload]
+
+
+def test_numbers_of_numpy_are_numbers(llm: quire.LLM) -> None:
+    plain = llm.generate("a", max_tokens=4, temperature=0.5, seed=3, top_k=5, logprobs=1)
+    same = llm.generate(
+        "a", max_tokens=np.int64(4), temperature=np.float32(0.5), seed=np.uint8(3),  # type: ignore[arg-type]
+        top_k=np.int32(5), logprobs=np.int64(1),  # type: ignore[arg-type]
+    )  # fmt: skip
+    assert same.token_ids == plain.token_ids and same.logprobs == plain.logprobs
+    one, other = session(llm).rewind(np.int64(-2)), session(llm).rewind(-2)  # type: ignore[arg-type]
+    assert one.tokens == other.tokens
+    one.append([7, 8]).remove(np.int64(1), np.int64(3))  # type: ignore[arg-type]
+    assert one.tokens == [1, 7, 8]
+    for odd in (np.bool_(True), np.float32(-1)):
+        with pytest.raises(QuireError):
+            one.rewind(odd)  # type: ignore[arg-type]
