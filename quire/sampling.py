@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, TypedDict
 
 import numpy as np
@@ -94,7 +93,7 @@ class Sampling:
     seed: int | None = None
     max_tokens: int = 256
     logprobs: int | None = None
-    logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
     logit_processors: Sequence[LogitProcessor] = ()
     ignore_eos: bool = False
 

@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from html import escape
-from types import MappingProxyType
 from typing import Any, Literal
 
 from quire.errors import QuireError
@@ -32,7 +31,7 @@ def shortened(text: str, most: int = 60) -> str:
 class Json:
     """Constrains output to JSON that fits a schema (any JSON when the schema is empty)."""
 
-    schema: Mapping[str, Any] | str = field(default_factory=lambda: MappingProxyType({}))
+    schema: Mapping[str, Any] | str = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -238,7 +238,7 @@ class LLM(Generating):
         there is nothing to give back.
         """
         if not self.loop.seat.forked:
-            self.loop.call(self._close)
+            self.loop.close_with(self._close)
             self.loop.seat.dismiss()
 
     def _close(self) -> None:

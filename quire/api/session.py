@@ -275,7 +275,7 @@ class Session(Marked):
         if self._open:
             self._open = False
             if not self._loop.seat.forked:
-                self._loop.call(self._end)
+                self._loop.close_with(self._end)
 
     def __enter__(self) -> Session:
         return self

@@ -64,7 +64,7 @@ class Stream:
         """Ends the generation."""
         job = self._job
         if not job.done:
-            job.loop.call(lambda: job.loop.end(job))
+            job.loop.close_with(lambda: job.loop.end(job))
 
 
 class AsyncStream:

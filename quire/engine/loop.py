@@ -154,6 +154,10 @@ class Loop:
         """Does something before the next step, from wherever; nobody waits for it."""
         self.seat.later(lambda: self.settled(action))
 
+    def close_with(self, ending: Callable[[], None]) -> None:
+        """Ends something for good: now, or before the next step if this is the middle of one."""
+        self.seat.end(lambda: self.settled(ending))
+
     def when_gone(self, handle: object, ending: Callable[[], None]) -> Ref:
         """Ends something before the next step once nobody holds its handle any more."""
         return self.seat.when_gone(handle, lambda: self.settled(ending))
@@ -217,7 +221,9 @@ class Loop:
         job = Job(self, sequence, request, transcript, undo)
         self._work[sequence.id] = job
         try:
-            self._deliver(engine.start(sequence, request, matcher, transcript))
+            self._deliver(
+                self._in_step(lambda: engine.start(sequence, request, matcher, transcript))
+            )
         except BaseException:
             self.end(job)
             raise
@@ -256,7 +262,15 @@ class Loop:
     def step(self) -> None:
         """One step for everybody; outputs go to their work. Only for who holds the seat."""
         if not self.engine.closed:
-            self._deliver(self.engine.step())
+            self._deliver(self._in_step(self.engine.step))
+
+    def _in_step(self, compute: Callable[[], T]) -> T:
+        """Computes something, and refuses whoever would use the engine meanwhile."""
+        self.seat.in_step = True
+        try:
+            return compute()
+        finally:
+            self.seat.in_step = False
 
     def wait(self, work: Work, done: Callable[[], bool] | None = None) -> None:
         """Until work is done, or there is something to read; an error if the model is closed."""

@@ -35,7 +35,7 @@ class Seat:
 
     def __init__(self) -> None:
         self._process = os.getpid()
-        self._mutex = threading.Lock()
+        self._mutex = threading.RLock()  # garbage that is collected in between may close something
         self._driver: int | None = None
         self._depth = 0
         self._calls: deque[Call[Any]] = deque()
@@ -47,6 +47,8 @@ class Seat:
         self._thread: threading.Thread | None = None
         self._news = Bell()
         self._dismissed = False
+        self.in_step = False
+        """Whether an engine is in the middle of a change; only its driver writes it."""
 
     def check_process(self) -> None:
         """Refuses to go on in a child of the process that loaded the model."""
@@ -86,7 +88,8 @@ class Seat:
     def call(self, fn: Callable[[], T]) -> T:
         """Does something between steps, here or, while somebody else drives, there."""
         self.check_process()
-        if self._driver == threading.get_ident():
+        if self._mine:
+            self._check_between_steps()
             return fn()
         with SignalsLater():
             if self.take():
@@ -116,6 +119,27 @@ class Seat:
     def later(self, action: Callable[[], None]) -> None:
         """Does something before the next step; nobody waits for it."""
         self._later.append(action)
+
+    def end(self, action: Callable[[], None]) -> None:
+        """Ends something: now, or before the next step where this thread drives already.
+
+        Garbage is collected in the middle of steps, and what goes may close what it had.
+        """
+        if self._mine:
+            self.later(action)
+        else:
+            self.call(action)
+
+    @property
+    def _mine(self) -> bool:
+        return self._driver == threading.get_ident()
+
+    def _check_between_steps(self) -> None:
+        if self.in_step:
+            raise RequestError(
+                "this model is in the middle of a step: a logit processor, or what is called when "
+                "garbage is collected, cannot use it; do so before or after"
+            )
 
     def when_gone(self, handle: object, ending: Callable[[], None]) -> Ref:
         """Ends something before the next step once nobody holds its handle any more.
@@ -155,6 +179,8 @@ class Seat:
     def turn(self, steps: Steps) -> bool:
         """One turn: what others asked for, and a step; False when somebody else drives."""
         self.check_process()
+        if self._mine:
+            self._check_between_steps()
         with SignalsLater():
             if not self.take():
                 return False

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -10,7 +13,7 @@ import pytest
 from quire.config import LoadConfig, parse_bytes
 from quire.engine.generation import Generation, StopRules
 from quire.errors import RequestError
-from quire.types import Sampling
+from quire.types import Json, Sampling
 
 
 @pytest.mark.parametrize(
@@ -27,6 +30,13 @@ from quire.types import Sampling
 def test_impossible_sampling_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match=next(iter(fields))):
         Sampling(**fields)
+
+
+@pytest.mark.parametrize("one", [Sampling(), Sampling(seed=3, logit_bias={4: 1.0}), Json()])
+def test_settings_travel(one: Sampling | Json) -> None:
+    """To other processes, and as plain values."""
+    assert pickle.loads(pickle.dumps(one)) == one == copy.deepcopy(one)
+    assert type(one)(**dataclasses.asdict(one)) == one
 
 
 def test_unknown_fields_are_refused_by_name() -> None:

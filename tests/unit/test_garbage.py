@@ -1,0 +1,160 @@
+"""What closes streams and sessions when it is collected, which may be in the middle of a step."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import quire
+from quire.errors import RequestError
+from tests import tiny
+
+GO: dict[str, Any] = {"max_tokens": 9, "ignore_eos": True}
+PROMPT = [3, 4] * 9
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    tiny.write(made, tiny.Tiny(context=256))
+    return made
+
+
+@pytest.fixture
+def llm(path: Path) -> Iterator[quire.LLM]:
+    gc.disable()  # it comes where a test says so, and then soon
+    gc.collect()
+    gc.freeze()
+    with quire.load(path, threads=1) as loaded:
+        yield loaded
+    gc.unfreeze()
+    gc.enable()
+
+
+class Holder:
+    """Something in a circle of references, with a session that it closes when it goes."""
+
+    def __init__(self, session: quire.Session) -> None:
+        self.session, self.self = session, self
+
+    def __del__(self) -> None:
+        self.session.close()
+
+
+def abandon_session(llm: quire.LLM, _: str | None) -> None:
+    Holder(llm.session().append([5, 6, 7] * 9))
+
+
+def abandon_stream(llm: quire.LLM, speculate: str | None) -> None:
+    """A generator in the middle of a stream, which it closes when it goes."""
+
+    def pieces() -> Iterator[str]:
+        go: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True, "speculate": speculate}
+        with llm.session().append([7, 8] * 9) as session, session.stream(**go) as stream:
+            yield from stream
+
+    circle: list[Any] = [pieces()]
+    circle.append(circle)
+    next(circle[0])
+
+
+def collecting(owner: Any, name: str, late: bool, patch: pytest.MonkeyPatch) -> None:
+    """Garbage is collected before or after each call of something."""
+    real = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not late:
+            gc.collect()
+        made = real(*args, **kwargs)
+        if late:
+            gc.collect()
+        return made
+
+    patch.setattr(owner, name, call)
+
+
+PLACES: dict[str, Callable[[quire.LLM], Any]] = {
+    "launch": lambda llm: llm.engine.runner,
+    "reserve": lambda llm: llm.engine.memory,
+    "finish": lambda llm: llm.engine,
+    "plan": lambda llm: llm.engine.scheduler,
+    "Thread": lambda _: threading,
+}
+
+
+@pytest.mark.filterwarnings("error")  # of what is raised where garbage is collected
+@pytest.mark.parametrize("abandon", [abandon_session, abandon_stream])
+@pytest.mark.parametrize("speculate", [None, "ngram"])
+@pytest.mark.parametrize("name", PLACES)
+def test_garbage_may_close_things_anywhere(
+    name: str, speculate: str | None, abandon: Callable[..., None], llm: quire.LLM,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    wanted = llm.generate(PROMPT, **GO).token_ids
+    for late in (False, True):
+        abandon(llm, speculate)
+        with monkeypatch.context() as patch:
+            collecting(PLACES[name](llm), name, late, patch)
+            with llm.session().append(PROMPT) as session:
+                made = asyncio.run(session.fork().agenerate(speculate=speculate, **GO))
+                assert made.token_ids == wanted
+                assert session.generate(speculate=speculate, **GO).token_ids == wanted
+        gc.collect()
+        llm.forget()
+        llm.memory.audit()
+        assert llm.memory.as_dict()["stats"]["attention"]["pages_used"] == 0
+        assert not llm.engine._sequences
+    if name == "Thread":
+        llm.loop.seat.dismiss()  # the next test begins with none
+
+
+@pytest.mark.parametrize("speculate", [None, "ngram", "lookahead"])
+def test_a_processor_cannot_use_its_model(llm: quire.LLM, speculate: str | None) -> None:
+    """Not the way that waits for itself, nor any other; to others it does no harm."""
+    other = llm.session().append([1, 2, 3])
+    uses: list[Callable[[], object]] = [
+        lambda: llm.generate([5], max_tokens=1), lambda: llm.embed([5]), lambda: other.append([4]),
+        lambda: other.tokens, lambda: llm.logits([5]), lambda: list(llm.stream([5], max_tokens=1)),
+    ]  # fmt: skip
+    wanted = [one.token_ids for one in llm.generate([PROMPT, [9, 8]], **GO)]
+    for use in uses:
+
+        def processor(_: object, __: object, use: Callable[[], object] = use) -> None:
+            use()
+
+        beside = llm.stream([9, 8], **GO)
+        with pytest.raises(RequestError, match="in the middle of a step"):
+            llm.generate(PROMPT, logit_processors=[processor], speculate=speculate, **GO)
+        list(beside)
+        assert beside.completion.token_ids == wanted[1]
+        assert llm.generate(PROMPT, speculate=speculate, **GO).token_ids == wanted[0]
+        llm.memory.audit()
+
+
+def test_a_processor_may_use_another_model(llm: quire.LLM, path: Path) -> None:
+    with quire.load(path, threads=1) as guide:
+
+        def weigh(tokens: Any, logits: np.ndarray) -> np.ndarray:
+            return logits + guide.logits(tokens)[-1]
+
+        made = llm.generate(PROMPT, logit_processors=[weigh], **GO).token_ids
+        assert made == llm.generate(PROMPT, **GO).token_ids  # twice the same
+
+
+def test_a_processor_may_close_what_it_is_called_for(path: Path) -> None:
+    """Session and model end before the next step."""
+    with quire.load(path, threads=1) as llm:
+        with llm.session().append(PROMPT) as session:
+            made = session.generate(logit_processors=[lambda *_: session.close()], **GO)
+            assert made.finish_reason == "cancelled"
+        with pytest.raises(RequestError, match="closed"):
+            llm.generate(PROMPT, logit_processors=[lambda *_: llm.close()], **GO)
+        llm.close()
+        assert llm.budget.used == 0
