@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from contextlib import suppress
+from typing import Self
+
+from quire.api.marks import Marked
+from quire.api.requests import Requests
+from quire.api.stream import off_the_loop
 from quire.engine.history import WayBack
 from quire.engine.loop import Work
+from quire.engine.sequence import Mark, Sequence
+from quire.errors import QuireError
 
 
 class Appending:
@@ -29,3 +39,77 @@ class Appending:
         if computed and not keep:
             work.undo()
         self._way_back.drop()
+
+
+class Appended(Marked):
+    """A sequence of the engine that is marked, rewound and appended to."""
+
+    def __init__(self, llm: Requests, sequence: Sequence, marks: Mapping[str, Mark]) -> None:
+        super().__init__(llm.loop, sequence, marks)
+        self._texts = llm
+
+    def append(self, prompt: str | Seq[int]) -> Self:
+        """Adds text or token ids and computes them now."""
+        appending = self._appending(prompt)
+        computed = False
+        try:
+            self._loop.wait(appending.work)
+            computed = True
+        finally:
+            self._loop.call(lambda: appending.settle(keep=computed))
+        if appending.work.error:
+            raise appending.work.error
+        return self
+
+    async def aappend(self, prompt: str | Seq[int]) -> Self:
+        """`append` for coroutines; a task that is cancelled has appended nothing."""
+        loop, begun = self._loop, list[Appending]()
+
+        def undo() -> None:
+            for appending in begun:
+                appending.settle(keep=False)
+
+        try:
+            await off_the_loop(lambda: begun.append(self._appending(prompt)))
+            await loop.wait_async(begun[0].work)
+        except BaseException:
+            await off_the_loop(lambda: loop.call(undo))
+            raise
+        loop.later(lambda: begun[0].settle(keep=True))
+        if error := begun[0].work.error:
+            raise error
+        return self
+
+    def _appending(self, prompt: str | Seq[int]) -> Appending:
+        """Starts it; text that somebody else was quicker than is no beginning any more."""
+
+        def begin() -> Appending | None:
+            stale = isinstance(prompt, str) and bool(self._live().length) != bool(behind)
+            return None if stale else self.start_append(tokens)
+
+        while True:
+            behind = self._live().length
+            tokens = self._texts.tokens_of(prompt, behind)
+            if (begun := self._loop.call(begin)) is not None:
+                return begun
+
+    def start_append(self, tokens: Seq[int]) -> Appending:
+        """Lets the next steps compute more tokens; on the loop."""
+        sequence, engine = self._resting(), self._engine
+        way_back = engine.history.way_back(sequence)
+
+        def undo() -> None:
+            if engine.closed:
+                return
+            if self._open:
+                engine.stop(sequence)
+                with suppress(QuireError):  # what made it fail is the better error
+                    way_back.go()
+            way_back.drop()
+
+        try:
+            engine.append(sequence, tokens)
+            return Appending(self._loop.compute(sequence, undo), way_back)
+        except BaseException:
+            undo()
+            raise

@@ -50,6 +50,16 @@ class MemoryReport:
     def _compute_bytes(self) -> int:
         return sum(device.ops.compute_bytes for device in self._devices)
 
+    @property
+    def breakdown(self) -> dict[str, int]:
+        """Bytes that the budgets were told of, by use."""
+        return self._loop.call(self._breakdown)
+
+    @property
+    def stats(self) -> dict[str, dict[str, Any]]:
+        """Each group's pages, tokens, bytes and waste."""
+        return self._loop.call(self._groups)
+
     def _breakdown(self) -> dict[str, int]:
         """Bytes by use, of all devices together."""
         sizes: Counter[str] = Counter()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
-from contextlib import suppress
 from copy import deepcopy
 from functools import partial
 from html import escape
@@ -14,16 +12,15 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.api.appending import Appending
+from quire.api.appending import Appended
 from quire.api.arguments import Stop, check_pin, check_span, constraint_of, path_of, sampling_of
 from quire.api.ending import Ending
-from quire.api.marks import Marked
 from quire.api.stream import AsyncStream, Stream, end_soon, off_the_loop
 from quire.engine.loop import Job, Work
 from quire.engine.request import Request
 from quire.engine.sequence import Mark, Sequence
 from quire.engine.session_saving import Saving
-from quire.errors import QuireError, RequestError
+from quire.errors import RequestError
 from quire.types import Completion, Constraint, Sampling, SamplingFields, shortened
 
 if TYPE_CHECKING:
@@ -33,7 +30,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Session(Marked):
+class Session(Appended):
     """A context that lives until it is closed; also a context manager.
 
     Any thread may use it. What several do at once happens one after the other, or is refused while
@@ -44,7 +41,7 @@ class Session(Marked):
         self, llm: LLM, sequence: Sequence, marks: Mapping[str, Mark] | None = None,
         notes: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(llm.loop, sequence, marks or {})
+        super().__init__(llm, sequence, marks or {})
         self._llm = llm
         self.notes: dict[str, Any] = dict(notes or {})
         """Whatever a program wants to find again in a saved session; plain JSON."""
@@ -75,63 +72,6 @@ class Session(Marked):
     def position(self) -> int:
         """Where the next token goes."""
         return self._live().length
-
-    def append(self, prompt: str | Seq[int]) -> Session:
-        """Adds text or token ids and computes them now."""
-        appending = self._appending(prompt)
-        computed = False
-        try:
-            self._loop.wait(appending.work)
-            computed = True
-        finally:
-            self._loop.call(lambda: appending.settle(keep=computed))
-        if appending.work.error:
-            raise appending.work.error
-        return self
-
-    async def aappend(self, prompt: str | Seq[int]) -> Session:
-        """`append` for coroutines; a task that is cancelled has appended nothing."""
-        loop, begun = self._loop, list[Appending]()
-
-        def undo() -> None:
-            for appending in begun:
-                appending.settle(keep=False)
-
-        try:
-            await off_the_loop(lambda: begun.append(self._appending(prompt)))
-            await loop.wait_async(begun[0].work)
-        except BaseException:
-            await off_the_loop(lambda: loop.call(undo))
-            raise
-        loop.later(lambda: begun[0].settle(keep=True))
-        if error := begun[0].work.error:
-            raise error
-        return self
-
-    def _appending(self, prompt: str | Seq[int]) -> Appending:
-        tokens = self._llm.tokens_of(prompt, self._live().length)
-        return self._loop.call(lambda: self.start_append(tokens))
-
-    def start_append(self, tokens: Seq[int]) -> Appending:
-        """Lets the next steps compute more tokens; on the loop."""
-        sequence, engine = self._resting(), self._engine
-        way_back = engine.history.way_back(sequence)
-
-        def undo() -> None:
-            if engine.closed:
-                return
-            if self._open:
-                engine.stop(sequence)
-                with suppress(QuireError):  # what made it fail is the better error
-                    way_back.go()
-            way_back.drop()
-
-        try:
-            engine.append(sequence, tokens)
-            return Appending(self._loop.compute(sequence, undo), way_back)
-        except BaseException:
-            undo()
-            raise
 
     def generate(
         self, sampling: Sampling | None = None, *, speculate: Speculate = None,

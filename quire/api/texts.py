@@ -173,7 +173,7 @@ class Texts:
     def tokens_of(self, prompt: Prompt, behind: int = 0) -> list[int]:
         """The token ids of a prompt that comes behind so many others."""
         if isinstance(prompt, str):
-            room = self.n_ctx - behind
+            room = max(self.n_ctx - behind, 0)  # less than there was, after a resize
             return self.tokenizer.encode(prompt, behind == 0, max_tokens=room)
         if isinstance(prompt, (bytes, bytearray)):
             raise _no_bytes(prompt)

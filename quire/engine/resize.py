@@ -35,7 +35,12 @@ def resize(engine: Engine, limits: Mapping[Budget, int], settings: ContextSettin
                 f"a budget of {by_whole[device.budget.whole]:,} bytes is more than the {most:,} "
                 f"that {device.name} has"
             )
-    room = _room_of_one(engine, by_whole, settings)
+    try:
+        room = _room_of_one(engine, by_whole, settings)
+    except BudgetError:
+        if not engine.compute.trim():  # what a long prompt took stays idle until then
+            raise
+        room = _room_of_one(engine, by_whole, settings)
     _reclaim(by_whole)
     engine.room.make(lambda: _within(by_whole), None, Rank.RUNNING)
     _reclaim(by_whole)  # what others gave way to may be idle now

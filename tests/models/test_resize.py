@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import quire
-from quire.errors import BudgetError, RequestError
+from quire.errors import BudgetError, ContextError, RequestError
 from tests import session_kinds, tiny
 from tests.session_oracle import Oracle
 from tests.session_truth import Truth
@@ -120,6 +120,22 @@ def test_what_goes_first(tmp_path: Path) -> None:
             llm.resize("little")
         with pytest.raises(BudgetError, match="more than"):
             llm.resize(2**60)
+        llm.resize("1GiB")
+        assert (session.logits() == wanted).all()
+
+
+def test_idle_arrays_of_a_long_prompt_are_in_nobodys_way(tmp_path: Path) -> None:
+    tiny.write(tmp_path / "m.gguf", tiny.Tiny(context=1024))
+    with quire.load(tmp_path / "m.gguf", threads=1) as llm, llm.session() as session:
+        weights, small = llm.model.weight_bytes, 200_000
+        session.append([7] * 900)
+        wanted = session.logits()
+        assert llm.memory.as_dict()["compute_bytes"] > small
+        llm.resize(weights + small)
+        assert llm.budget.used <= weights + small and llm.n_ctx < 900
+        with pytest.raises(ContextError, match=" 0 fit"):
+            session.append("more")
+        llm.memory.audit()
         llm.resize("1GiB")
         assert (session.logits() == wanted).all()
 

@@ -260,6 +260,7 @@ def test_memory_prints_and_adds_up(llm: quire.LLM) -> None:
         stats = llm.memory.as_dict()
         assert stats["stats"]["attention"]["tokens_used"] == 100
         assert sum(stats["breakdown"].values()) == stats["used_bytes"] <= stats["budget_bytes"]
+        assert llm.memory.breakdown == stats["breakdown"] and llm.memory.stats == stats["stats"]
         assert "weights" in str(llm.memory)
 
 

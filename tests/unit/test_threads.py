@@ -263,6 +263,27 @@ def test_one_session_in_several_threads(llm: quire.LLM) -> None:
     assert pages(llm) == 0
 
 
+def test_only_the_first_text_in_a_session_begins_one(
+    llm: quire.LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody else appends while a text is cut into tokens: it comes second."""
+    real = llm.tokens_of
+
+    def tokens_of(prompt: Any, behind: int = 0) -> list[int]:
+        ids = real(prompt, behind)
+        if not isinstance(prompt, str):
+            return ids
+        if prompt == "second" and not behind:
+            s.append("first")
+        return ids if behind else [256, *ids]  # the token that all texts begin with
+
+    monkeypatch.setattr(llm, "tokens_of", tokens_of)
+    with llm.session() as s:
+        s.append("second")
+        assert s.tokens == [256, *real("first"), *real("second")]
+        assert s.append(iter([5, 6])).tokens[-2:] == [5, 6]  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("when", ["step", "wait"])
 def test_what_was_appended_stays_when_its_pages_go(
     llm: quire.LLM, when: str, monkeypatch: pytest.MonkeyPatch
