@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from quire.engine.exit import keep_at_exit
 from quire.engine.signals import SignalsLater
 from quire.engine.waiting import NAP, Bell, Call, Steps, Waiter
 from quire.errors import QuireError, RequestError
@@ -28,6 +30,7 @@ from quire.errors import QuireError, RequestError
 T = TypeVar("T")
 Ref = weakref.ref[Any]
 _IDLE = 1.0  # seconds after which the seat's own thread ends
+_LAST_STEP = 10.0  # seconds that the end of the process waits for a step
 
 
 class Seat:
@@ -38,6 +41,7 @@ class Seat:
         self._mutex = threading.RLock()  # garbage that is collected in between may close something
         self._driver: int | None = None
         self._depth = 0
+        self._last: int | None = None  # nobody but this thread takes it any more
         self._calls: deque[Call[Any]] = deque()
         self._later: deque[Callable[[], None]] = deque()
         self._gone: deque[Ref] = deque()
@@ -49,6 +53,7 @@ class Seat:
         self._dismissed = False
         self.in_step = False
         """Whether an engine is in the middle of a change; only its driver writes it."""
+        keep_at_exit(self)
 
     def check_process(self) -> None:
         """Refuses to go on in a child of the process that loaded the model."""
@@ -69,7 +74,7 @@ class Seat:
         """Takes the seat if it is free, or mine already; `leave` comes as often."""
         me = threading.get_ident()
         with self._mutex:
-            if self._driver is None:
+            if self._driver is None and self._last in (None, me):
                 self._driver = me
             elif self._driver != me:
                 return False
@@ -281,3 +286,13 @@ class Seat:
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(_IDLE)
+
+    def keep(self) -> None:
+        """Takes it for good, as soon as no step runs: nobody else drives any more."""
+        if self.forked:
+            return
+        self.dismiss()
+        self._last = threading.get_ident()
+        until = time.monotonic() + _LAST_STEP
+        while not self.take() and time.monotonic() < until:
+            time.sleep(0.001)

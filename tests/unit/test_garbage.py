@@ -1,12 +1,15 @@
-"""What closes streams and sessions when it is collected, which may be in the middle of a step."""
+"""What ends by itself, in the middle of a step at times: garbage, and the process."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import numpy as np
@@ -158,3 +161,39 @@ def test_a_processor_may_close_what_it_is_called_for(path: Path) -> None:
             llm.generate(PROMPT, logit_processors=[lambda *_: llm.close()], **GO)
         llm.close()
         assert llm.budget.used == 0
+
+
+LEAVES = {
+    "a stream of coroutines": """
+        async def use():
+            async for _ in llm.astream([1, 2], max_tokens=200):
+                return
+
+        asyncio.run(use())
+    """,
+    "a daemon that generates": """
+        def use():
+            while True:
+                llm.generate([1, 2], max_tokens=30)
+
+        threading.Thread(target=use, daemon=True).start()
+        time.sleep(0.1)
+        atexit.register(lambda: session.append([4]).generate(max_tokens=2))
+        session = llm.session().append([1, 2, 3])
+    """,
+}
+
+
+@pytest.mark.parametrize("leaves", LEAVES)
+def test_the_process_ends_whatever_is_under_way(leaves: str, path: Path) -> None:
+    """Nobody computes then: a thread that is ended within a kernel takes the process with it."""
+    program = f"""
+import asyncio, atexit, quire, sys, threading, time
+llm = quire.load(sys.argv[1], threads=2)
+{dedent(LEAVES[leaves])}
+"""
+    run = [sys.executable, "-c", program, str(path)]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    if "daemon" not in leaves:  # whose frames outlive the interpreter
+        assert done.stderr == ""
