@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
+from threading import Lock
 from typing import TYPE_CHECKING, TypeVar
 
 from quire.engine.loop import Job
@@ -77,6 +78,7 @@ class AsyncStream:
         self._complete = complete
         self._session = session
         self._job: Job | None = None
+        self._beginning = Lock()
         self._closed = False
 
     async def __aenter__(self) -> AsyncStream:
@@ -91,9 +93,9 @@ class AsyncStream:
     async def __anext__(self) -> str:
         if self._closed:
             raise StopAsyncIteration
-        if self._job is None:
-            self._job = await off_the_loop(self._start, end_soon)
         job = self._job
+        if job is None:
+            job = await off_the_loop(self._begin, end_soon)
         try:
             while not (piece := job.take()):
                 if job.done and not job.has_text:
@@ -105,6 +107,11 @@ class AsyncStream:
             await self.aclose()
             raise
         return piece
+
+    def _begin(self) -> Job:
+        with self._beginning:  # several readers share one request
+            self._job = self._job or self._start()
+            return self._job
 
     @property
     def completion(self) -> Completion:

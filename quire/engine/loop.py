@@ -76,6 +76,7 @@ class Job(Work):
         """What its sequence held when it ended."""
         self.peak_bytes = 0
         self._taken = 0
+        self._reading = Lock()
         ends = frozenset() if request.sampling.ignore_eos else loop.engine.end_ids
         self._hidden: frozenset[int] = ends
 
@@ -127,11 +128,12 @@ class Job(Work):
         return self.done or self.has_text
 
     def take(self) -> str:
-        """The text that came since the last call."""
-        end = len(self.transcript.pieces)
-        text = "".join(self.transcript.pieces[self._taken : end])
-        self._taken = end
-        return text
+        """The text that came since the last call; of several readers, each gets what is new."""
+        with self._reading:
+            end = len(self.transcript.pieces)
+            text = "".join(self.transcript.pieces[self._taken : end])
+            self._taken = end
+            return text
 
 
 class Loop:

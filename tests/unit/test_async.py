@@ -117,6 +117,25 @@ def test_chat_and_sessions(llm: quire.LLM) -> None:
     assert pages(llm) == 0
 
 
+def test_several_readers_share_one_stream(llm: quire.LLM) -> None:
+    """One request, and each piece goes to one of them."""
+    wanted = llm.generate([1, 2], max_tokens=60, **GO)
+    widths = slowed(llm, 0.001)
+    pieces: list[str] = []
+
+    async def read(stream: quire.AsyncStream) -> None:
+        async for piece in stream:
+            pieces.append(piece)
+
+    async def use() -> quire.Completion:
+        stream = llm.astream([1, 2], max_tokens=60, **GO)
+        await asyncio.gather(*(read(stream) for _ in range(3)))
+        return stream.completion
+
+    assert asyncio.run(use()).token_ids == wanted.token_ids
+    assert "".join(pieces) == wanted.text and set(widths) == {1}
+
+
 @pytest.mark.parametrize("when", [0.0, 0.001, 0.02, 0.05])
 def test_a_cancelled_task_gives_its_pages_back(llm: quire.LLM, when: float) -> None:
     slowed(llm)
