@@ -205,11 +205,14 @@ class Company(Oracle):
     def thread_goes_on(self, shadow: Shadow) -> Asked:
         past, wanted = shadow.past, self.truth.go_on(shadow.past, 8)
         how = {"max_tokens": 8, "speculate": self.rng.choice(self.ways), **GO}
+        awaits = self.rng.random() < 0.3  # in an event loop of its own, or not
 
         def check(made: quire.Completion | None) -> None:
             assert made is None or made.token_ids == wanted
             self.came(shadow, past, wanted, made is not None)
 
+        if awaits:
+            return lambda: asyncio.run(shadow.session.agenerate(**how)), check
         return lambda: shadow.session.generate(**how), check
 
     def thread_appends(self, shadow: Shadow) -> Asked:

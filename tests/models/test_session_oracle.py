@@ -12,6 +12,7 @@ import pytest
 
 import quire
 from tests import session_kinds
+from tests.model_folders import model_folder
 from tests.session_company import Company
 from tests.session_oracle import Oracle
 from tests.session_truth import Truth
@@ -72,6 +73,27 @@ def test_sessions_hold_what_their_tokens_say(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", session_kinds.KINDS)
 def test_sessions_in_company_hold_what_their_tokens_say(kind: str, tmp_path: Path) -> None:
     many_worlds(kind, tmp_path, range(30, 32), 100, user=Company)
+
+
+OTHER_SETTINGS: dict[str, dict[str, Any]] = {
+    "tiny-dense": {"type_k": "q8_0", "type_v": "q4_0", "kv_cache_demand_paged": False},
+    "tiny-window": {"type_k": "q8_0", "swa_full": True, "activations": "f32"},
+    "tiny-hybrid35": {"type_k": "bf16", "type_v": "q8_0", "activations": "f32"},
+}
+
+
+@pytest.mark.parametrize("name", OTHER_SETTINGS)
+def test_other_settings_change_nothing_of_that(name: str, tmp_path: Path) -> None:
+    """K and V of fewer bits, other pages, exact arithmetic; bits do not depend on pages."""
+    path, chosen = model_folder(name, tmp_path), OTHER_SETTINGS[name]
+    usual: dict[str, Any] = {"n_ctx": session_kinds.N_CTX, "threads": 1, **chosen}
+    roomy = {setting: usual[setting] for setting in usual.keys() - {"kv_cache_demand_paged"}}
+    with quire.load(path, **roomy) as plenty:
+        room: dict[str, Any] = {"kv_cache_tokens": 192}
+        if name == "tiny-hybrid35":
+            room = {"memory_budget": plenty.model.weight_bytes + 6 * 2**20}
+        with quire.load(path, page_tokens=32, swap_space="300KB", **room, **usual) as tight:
+            Company(tight, Truth(plenty), 7, tmp_path).run(40)
 
 
 @pytest.mark.slow
