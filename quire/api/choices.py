@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from quire.api.arguments import Stop
+from quire.api.stream import end_all_soon, off_the_loop
 from quire.api.texts import Prompt
 from quire.engine.loop import Job
 from quire.engine.request import Request
@@ -54,6 +57,31 @@ class Choices:
         """All answers to a prompt, under way."""
         if self.made == 1:
             return [llm.start_prompt(request, stop, prompt)]
+        fork = self._forks(llm, request, stop)
+        with llm.session(request.salt) as root:
+            root.append(prompt)
+            return llm.loop.call(lambda: fork(root.sequence))
+
+    async def astart(
+        self, llm: Generating, request: Request, stop: Stop, prompt: Prompt
+    ) -> list[Job]:
+        """The same for coroutines; one that is cancelled does not wait for the whole prompt."""
+        if self.made == 1:
+            start = partial(self.start, llm, request, stop, prompt)
+            return await off_the_loop(start, end_all_soon)
+        fork = await off_the_loop(partial(self._forks, llm, request, stop))
+        root = await off_the_loop(partial(llm.session, request.salt))
+        try:
+            await root.aappend(prompt)
+            begin = partial(llm.loop.call, lambda: fork(root.sequence))
+            return await off_the_loop(begin, end_all_soon)
+        finally:
+            llm.loop.later(root.close)
+
+    def _forks(
+        self, llm: Generating, request: Request, stop: Stop
+    ) -> Callable[[Sequence], list[Job]]:
+        """Sets all answers going on forks of the prompt, once that is computed; on the loop."""
         started = time.perf_counter()
         texts = [llm.transcript(stop) for _ in range(self.made)]
         matcher = llm.matcher(request)
@@ -73,9 +101,7 @@ class Choices:
                 raise
             return jobs
 
-        with llm.session(request.salt) as root:
-            root.append(llm.tokens_of(prompt))
-            return llm.loop.call(lambda: fork(root.sequence))
+        return fork
 
     def best(self, completions: list[Completion], request: Request) -> list[Completion]:
         """The likeliest ones, by the mean over their tokens, the best first."""

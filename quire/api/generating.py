@@ -11,7 +11,7 @@ from typing import Any, Unpack, overload
 from quire.api.arguments import Stop, stops_of
 from quire.api.choices import Choices
 from quire.api.requests import ChatOptions, Options, Speculate
-from quire.api.stream import AsyncStream, Stream, end_all_soon, end_soon, off_the_loop
+from quire.api.stream import AsyncStream, Stream, end_soon
 from quire.api.texts import Messages, Prompt, Several, prompts_of
 from quire.api.vectors import Vectors
 from quire.engine.loop import Job
@@ -119,8 +119,7 @@ class Generating(Vectors):
         jobs: list[list[Job]] = []
         try:
             for one in prompts:
-                start = partial(choices.start, self, choices.request(request), stop, one)
-                jobs.append(await off_the_loop(start, end_all_soon))
+                jobs.append(await choices.astart(self, choices.request(request), stop, one))
             for job in chain(*jobs):
                 await self.done(job)
             answers = [self._answers(some, choices, request, n) for some in jobs]

@@ -234,6 +234,24 @@ def test_appending_what_cannot_be(llm: quire.LLM) -> None:
         asyncio.run(session.aappend([1]))
 
 
+def test_several_answers_are_cancelled_while_their_prompt_is_computed(llm: quire.LLM) -> None:
+    prompt = [3 + i % 200 for i in range(400)]
+    wanted = [one.token_ids for one in llm.generate(prompt, n=2, seed=3, temperature=1.0, **GO)]
+    llm.forget()
+    llm.engine.scheduler.max_tokens = 16
+    widths = slowed(llm, 0.01)
+
+    async def use() -> None:
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(llm.agenerate(prompt, n=2, **GO), 0.05)
+        assert len(widths) < 20  # of 25
+        made = await llm.agenerate(prompt, n=2, seed=3, temperature=1.0, **GO)
+        assert [one.token_ids for one in made] == wanted
+
+    asyncio.run(use())
+    assert pages(llm) == 0 and not llm.engine._sequences
+
+
 def test_timeouts(llm: quire.LLM) -> None:
     slowed(llm)
 
