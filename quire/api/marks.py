@@ -78,9 +78,8 @@ class Marked:
         elif (by := whole_number(to)) is not None and -n <= by < 0:
             history.truncate(sequence, n + by, self._marks.values())
         else:
-            raise RequestError(
-                f"rewind takes a mark, its name, or -1 to -{n} tokens here, not {to!r:.80}"
-            )
+            ways = f"a mark, its name, or -1 to -{n} tokens" if n else "a mark or its name"
+            raise RequestError(f"rewind takes {ways} here, not {to!r:.80}")
 
     def _live(self) -> Sequence:
         if not self._open:
