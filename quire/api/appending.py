@@ -72,6 +72,9 @@ class Appended(Marked):
         try:
             await off_the_loop(lambda: begun.append(self._appending(prompt)))
             await loop.wait_async(begun[0].work)
+        except GeneratorExit:  # its event loop is gone
+            loop.later(undo)
+            raise
         except BaseException:
             await off_the_loop(lambda: loop.call(undo))
             raise

@@ -216,6 +216,22 @@ def test_a_cancelled_append_is_all_or_nothing(variant: str, edited: bool, tmp_pa
         llm.memory.audit()
 
 
+def test_an_append_whose_event_loop_is_gone(llm: quire.LLM) -> None:
+    """Nobody is there to wait for it: it is undone before anything else is done."""
+    llm.engine.scheduler.max_tokens = 16
+    slowed(llm, 0.01)
+    with llm.session().append([1, 2, 3]) as session:
+        events = asyncio.new_event_loop()
+        append = session.aappend([7] * 200)
+        task = events.create_task(append)
+        events.run_until_complete(asyncio.sleep(0.05))
+        append.close()
+        assert session.tokens == [1, 2, 3] and session.append([4]).position == 4
+        task._log_destroy_pending = False  # type: ignore[attr-defined]
+        events.close()
+    assert pages(llm) == 0
+
+
 def test_appending_what_cannot_be(llm: quire.LLM) -> None:
     async def use(session: quire.Session) -> None:
         with pytest.raises(quire.errors.ContextError):
