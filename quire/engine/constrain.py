@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence as Seq
 from threading import Lock
 from typing import Any, Protocol
@@ -10,12 +11,14 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.engine.schema import closed
 from quire.errors import RequestError
 from quire.types import Constraint, Grammar, Json, Regex
 
 # One space after colons and commas. With free white space small models write nothing else; a
 # schema may still ask for it, under "x-guidance".
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 _STEP_FUEL = 50_000
 """What one token of a constraint may cost: a mask is made while everybody's step waits."""
 
@@ -85,10 +88,13 @@ class Constrainer:
 def _grammar(constraint: Constraint, compiler: Any) -> str:
     match constraint:
         case Json(schema):
-            text = schema if isinstance(schema, str) else json.dumps(dict(schema))
+            found = json.loads(schema) if isinstance(schema, str) else dict(schema)
+            text = json.dumps(closed(found))
             return str(compiler.grammar_from_json_schema(text, defaults=_COMPACT))
         case Regex(pattern):
-            return str(compiler.grammar_from_regex(pattern))
+            # Digits are 0 to 9, as in JSON schemas: models find those of all other scripts too.
+            ascii = _ESCAPE.sub(lambda it: "[0-9]" if it[1] == "d" else it[0], pattern)
+            return str(compiler.grammar_from_regex(ascii))
         case Grammar(text):
             return str(compiler.grammar_from_lark(text))
 

@@ -1,0 +1,74 @@
+"""What JSON schemas and regular expressions let a model write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quire.engine.constrain import Constrainer
+from quire.text.tokenizer import Tokenizer
+from quire.types import Constraint, Json, Regex
+from tests.model_folders import MODELS
+
+CONSTRAINER = Constrainer(Tokenizer(MODELS / "tiny-dense"))
+
+
+def accepts(constraint: Constraint, text: str) -> bool:
+    """Whether a text as a whole fits."""
+    matcher: Any = CONSTRAINER.compile(constraint)._matcher
+    tokens = CONSTRAINER.vocabulary.encode(text, add_special=False)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and bool(matcher.is_accepting())
+
+
+A = {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]}
+B = {"type": "object", "properties": {"b": {"type": "null"}}, "required": ["b"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        (A, '{"a": null%s}'),
+        ({"type": "array", "items": A}, '[{"a": null%s}]'),
+        ({"$ref": "#/$defs/A", "$defs": {"A": A}}, '{"a": null%s}'),
+        ({"properties": {"allOf": A, "anyOf": B}}, '{"anyOf": {"b": null%s}}'),
+        ({"anyOf": [A, B]}, '{"b": null%s}'),
+    ],
+)
+def test_objects_have_the_members_that_are_named(schema: dict[str, Any], text: str) -> None:
+    """Else small models make up more of them without end."""
+    assert accepts(Json(schema), text % "")
+    assert not accepts(Json(schema), text % ', "more": 1')
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({**A, "additionalProperties": True}, '{"a": null, "more": 1}'),
+        ({**A, "additionalProperties": {"type": "integer"}}, '{"a": null, "more": 1}'),
+        ({**A, "patternProperties": {"^m": {}}}, '{"a": null, "more": 1}'),
+        ({"properties": {"a": {}}, "required": ["more"]}, '{"more": 1}'),
+        ({**A, "minProperties": 2}, '{"a": null, "more": 1}'),
+        ({"allOf": [A, B]}, '{"a": null, "b": null}'),
+        ({"allOf": [{"$ref": "#/$defs/A"}, B], "$defs": {"A": A}}, '{"a": null, "b": null}'),
+        ({**A, "anyOf": [B]}, '{"a": null, "b": null}'),
+        ({"type": "object"}, '{"more": 1}'),
+    ],
+)
+def test_objects_have_others_where_a_schema_says_so(schema: dict[str, Any], text: str) -> None:
+    assert accepts(Json(schema), text)
+
+
+def test_a_schema_is_not_changed() -> None:
+    assert accepts(Json(A), '{"a": null}') and "additionalProperties" not in A
+
+
+@pytest.mark.parametrize("pattern", [r"\d", r"[\d-]", r"[a-z\d]", r"(?:\d)"])
+def test_digits_are_0_to_9(pattern: str) -> None:
+    """Those of other scripts are digits too, and what reads a number takes none of them."""
+    assert accepts(Regex(pattern), "3")
+    assert not accepts(Regex(pattern), "٣") and not accepts(Regex(pattern), "\U0001fbf8")
+
+
+def test_an_escaped_backslash_is_no_digit() -> None:
+    assert accepts(Regex(r"\\d"), r"\d") and not accepts(Regex(r"\\d"), "\\3")
