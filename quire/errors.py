@@ -9,6 +9,7 @@
     ├── TokenizerError       a vocabulary that cannot be used, or text that cannot be encoded
     ├── TemplateError        a chat template that is missing, wrong or exceeds its limit
     ├── RequestError         what was asked for is not possible: the caller can change it
+    │   ├── ClosedError      a session that was closed already
     │   └── ContextError     the prompt and its answer do not fit the context
     ├── OutOfMemory         bytes or pages ran out
     │   ├── BudgetError      the byte budget cannot hold it
@@ -26,6 +27,7 @@ from typing import Any
 
 __all__ = [
     "BudgetError",
+    "ClosedError",
     "ContextError",
     "DoesNotFit",
     "FetchError",
@@ -82,6 +84,10 @@ class RequestError(QuireError):
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+
+class ClosedError(RequestError):
+    """The session was closed already."""
 
 
 class ContextError(RequestError):

@@ -9,7 +9,7 @@ from quire.api.arguments import whole_number
 from quire.engine.engine import Engine
 from quire.engine.loop import Loop
 from quire.engine.sequence import Mark, Sequence
-from quire.errors import RequestError
+from quire.errors import ClosedError, RequestError
 
 
 class Marked:
@@ -83,7 +83,7 @@ class Marked:
 
     def _live(self) -> Sequence:
         if not self._open:
-            raise RequestError("this session is closed; open another with llm.session()")
+            raise ClosedError("this session is closed; open another with llm.session()")
         self._engine.check_open()
         return self._sequence
 

@@ -144,7 +144,10 @@ class Session(Appended):
 
     def fork(self) -> Session:
         """A second session with the same past and the same marks; they share every page."""
-        notes = deepcopy(self.notes)
+        try:
+            notes = deepcopy(self.notes)
+        except RecursionError:
+            raise RequestError("the notes are nested too deeply to be copied") from None
 
         def fork() -> Session:
             twin = self._engine.fork(self._live())

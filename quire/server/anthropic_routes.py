@@ -13,7 +13,7 @@ from starlette.responses import Response
 from quire.server import turn as turns
 from quire.server.chat_routes import ChatBody, begin_chat, counted
 from quire.server.conversation import spoken
-from quire.server.dialect import new_id, says_errors, stopped_by
+from quire.server.dialect import new_id, stopped_by
 from quire.server.errors import ApiError
 from quire.server.turn import Turn
 from quire.server.wire import as_json, event, read_as
@@ -22,7 +22,6 @@ from quire.types import ToolCall
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_ERRORS = {413: "request_too_large", 429: "rate_limit_error", 500: "api_error"}
 
 
 class MessagesBody(msgspec.Struct, kw_only=True):
@@ -40,6 +39,9 @@ class MessagesBody(msgspec.Struct, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None
+    """The older place of what is `output_config.format` now."""
     session_id: str | None = None
     cache_salt: str | None = None
 
@@ -59,6 +61,7 @@ class MessagesBody(msgspec.Struct, kw_only=True):
             tool_choice=named if kind == "tool" else _CHOICES[kind] if self.tools else None,
             parallel_tool_calls=not choice.get("disable_parallel_tool_use", False),
             chat_template_kwargs=_thinking(self.thinking),
+            response_format=(self.output_config or {}).get("format") or self.output_format,
             session_id=self.session_id, cache_salt=self.cache_salt,
         )  # fmt: skip
 
@@ -143,21 +146,10 @@ ERROR = {
 """The form of its errors."""
 
 
-def told_error(error: ApiError) -> dict[str, Any]:
-    """An error as Anthropic's clients know it."""
-    kind = _ERRORS.get(error.status, error.type)
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
-
-
-def _refuse(error: ApiError) -> Response:
-    return as_json(told_error(error), error.status, error.headers)
-
-
 def _refused_event(error: ApiError) -> bytes:
-    return event(told_error(error), "error")
+    return event(error.as_anthropic(), "error")
 
 
-@says_errors(_refuse)
 async def messages(request: Request) -> Response:
     """The next turn of a conversation."""
     body = await read_as(request, MessagesBody)
@@ -176,7 +168,6 @@ async def messages(request: Request) -> Response:
     return as_json(await turns.finish(request, beginning, lambda turn: answer(turn).whole()))
 
 
-@says_errors(_refuse)
 async def count_tokens(request: Request) -> Response:
     """How many tokens a conversation has."""
     body = (await read_as(request, MessagesBody)).as_chat()

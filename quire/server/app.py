@@ -23,7 +23,6 @@ from quire.server import (
 )
 from quire.server.errors import ApiError
 from quire.server.guards import Guards
-from quire.server.ollama_routes import refuse
 from quire.server.other_routes import other_routes
 from quire.server.page_routes import page_routes
 from quire.server.records import Recording
@@ -106,7 +105,7 @@ def _by_method(same: list[Route]) -> Route:
 
 async def _api_error(request: Request, error: Exception) -> Response:
     state: State = request.app.state.quire
-    return state.told(error).response()
+    return state.told(error).response(request.scope["path"])
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -117,7 +116,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     told = ApiError(error.status_code, message, headers=error.headers or {})
     if error.status_code == 404 and written.startswith(b"/v1/sessions/") and b"%2f" in written:
         told = wrong_name(path.removeprefix("/v1/sessions/"))  # a name that has a slash
-    return refuse(told) if path.startswith("/api/") else told.response()
+    return told.response(path)
 
 
 async def _gone(request: Request, error: Exception) -> Response:

@@ -13,6 +13,7 @@ from quire.server.errors import ApiError
 from quire.types import Constraint, Grammar, Json, Regex, Sampling
 
 MOST_CHOICES = 128
+MOST_TOPS = 100
 _MOST_STOPS, _LONGEST_STOP = 256, 4096
 _MOST = 2**31 - 1
 
@@ -129,6 +130,12 @@ class Common(msgspec.Struct, kw_only=True):
         if self.grammar:
             return Grammar(self.grammar)
         return _structured(structured) if structured else None
+
+    @property
+    def constraint_in(self) -> str | None:
+        """The field that says what the answer must look like."""
+        names = ("response_format", "structured_outputs", "json_schema", "grammar")
+        return next((name for name in names if getattr(self, name)), None)
 
 
 def _or(value: Any, default: Any) -> Any:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from quire.api.llm import LLM
 from quire.api.texts import ChatPrompt
 from quire.server import turn as turns
-from quire.server.asking import Common, in_thread
+from quire.server.asking import MOST_TOPS, Common, in_thread
 from quire.server.conversation import Spoken, chat_prompt, spoken
 from quire.server.errors import ApiError
 from quire.server.logprobs import chat_form
@@ -52,6 +52,8 @@ class ChatBody(Common, kw_only=True):
             if self.top_logprobs:
                 raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
             return None
+        if not 0 <= (self.top_logprobs or 0) <= MOST_TOPS:
+            raise ApiError(400, f"top_logprobs is 0 to {MOST_TOPS}", param="top_logprobs")
         return self.top_logprobs or 0
 
 
@@ -80,8 +82,8 @@ async def begin_chat(request: Request, body: ChatBody) -> Turn:
         )  # fmt: skip
         return Ask(
             model, [prompt.tokens], sampling, n, (*stops, *prompt.stop), prompt.only(constraint),
-            body.cache_salt or "", request.scope["quire.key"], body.rank, session, prompt,
-            whole=True,
+            body.constraint_in or "tools", body.cache_salt or "", request.scope["quire.key"],
+            body.rank, session, prompt, whole=True,
         )  # fmt: skip
 
     return await Turn(state).begin(model, body.session_id, ask, "messages")

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from quire.api.llm import LLM
 from quire.engine.constrain import Matcher
 from quire.engine.request import Request
-from quire.server.errors import ApiError
+from quire.server.errors import ApiError, naming
 
 _SECONDS = 5.0
 _THREADS = 2
@@ -20,8 +20,8 @@ class Compilers:
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_THREADS, "compiler")
 
-    async def compile(self, llm: LLM, request: Request) -> Matcher | None:
-        """A request's constraint, with what its first mask takes."""
+    async def compile(self, llm: LLM, request: Request, param: str | None) -> Matcher | None:
+        """A request's constraint, with what its first mask takes; `param` is where it came from."""
 
         def compiled() -> Matcher | None:
             matcher = llm.matcher(request)
@@ -31,10 +31,11 @@ class Compilers:
 
         made = asyncio.get_running_loop().run_in_executor(self._threads, compiled)
         try:
-            async with asyncio.timeout(_SECONDS):
-                return await made
+            with naming(param):
+                async with asyncio.timeout(_SECONDS):
+                    return await made
         except TimeoutError:
             raise ApiError(
                 400, f"the constraint takes more than {_SECONDS:g} s to compile; make it simpler",
-                code="constraint_too_complex",
+                code="constraint_too_complex", param=param,
             ) from None  # fmt: skip

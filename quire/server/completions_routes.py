@@ -13,7 +13,7 @@ from starlette.responses import Response
 from quire.api.llm import LLM
 from quire.server import turn as turns
 from quire.server.asking import Common, check_ids, in_thread
-from quire.server.errors import ApiError
+from quire.server.errors import ApiError, naming
 from quire.server.logprobs import Legacy, chat_form, of_prompt
 from quire.server.progress import Watched
 from quire.server.prompts import MOST_PROMPTS
@@ -89,9 +89,9 @@ async def begin_completion(
         behind = session.session.position if session else 0
         prompts = await in_thread(read or _tokens, llm, body, behind)
         return Ask(
-            model, prompts, sampling, n, stops, constraint, body.cache_salt or "",
-            request.scope["quire.key"], body.rank, session, scores=body.scores,
-            answers=not body.only_scores,
+            model, prompts, sampling, n, stops, constraint, body.constraint_in,
+            body.cache_salt or "", request.scope["quire.key"], body.rank, session,
+            scores=body.scores, answers=not body.only_scores,
         )  # fmt: skip
 
     return await Turn(state).begin(model, body.session_id, ask, "prompt")
@@ -128,7 +128,8 @@ def _tokens(llm: LLM, body: CompletionBody, behind: int) -> list[list[int]]:
     if body.suffix:
         if not all(isinstance(one, str) for one in prompt):
             raise ApiError(400, "with a suffix, prompts are texts", param="prompt")
-        return [infill_tokens(llm.tokenizer, one, body.suffix, (), llm.n_ctx) for one in prompt]
+        with naming("suffix"):
+            return [infill_tokens(llm.tokenizer, one, body.suffix, (), llm.n_ctx) for one in prompt]
     made = []
     for one in prompt:
         made.append(llm.tokens_of(one, behind) if isinstance(one, str) else check_ids(llm, one))

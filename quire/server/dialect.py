@@ -1,4 +1,4 @@
-"""What other dialects share: errors in their own form, streams of lines, and how an answer ended.
+"""What other dialects share: streams of lines, and how an answer ended.
 
 A dialect makes a `ChatBody` or an `Ask` out of what its clients send, and writes what comes in its
 own form. The generation itself is the same for all.
@@ -8,36 +8,15 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Coroutine, Sequence
-from functools import wraps
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.errors import QuireError
-from quire.server.errors import ApiError
 from quire.server.run import Run
-from quire.server.state import State
 from quire.server.wire import EventStream, encode
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
-
-
-def says_errors(form: Callable[[ApiError], Response]) -> Callable[[Handler], Handler]:
-    """Errors of a route in the form that its clients read."""
-
-    def around(handler: Handler) -> Handler:
-        @wraps(handler)
-        async def handle(request: Request) -> Response:
-            state: State = request.app.state.quire
-            try:
-                return await handler(request)
-            except (ApiError, QuireError) as error:
-                return form(state.told(error))
-
-        return handle
-
-    return around
 
 
 class LineStream(EventStream):

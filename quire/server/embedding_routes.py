@@ -17,10 +17,9 @@ from quire.api.llm import LLM
 from quire.api.vectors import unit
 from quire.server.aside import computed
 from quire.server.asking import in_thread
-from quire.server.dialect import says_errors
 from quire.server.errors import ApiError, about
 from quire.server.models import ServedModel
-from quire.server.ollama_routes import KINDS, refuse, served
+from quire.server.ollama_routes import KINDS, served
 from quire.server.prompts import prompts_of
 from quire.server.state import State
 from quire.server.wire import as_json, read_as, while_connected
@@ -65,7 +64,6 @@ async def embeddings(request: Request) -> Response:
     return as_json({"object": "list", "data": data, "model": model.name, "usage": usage})
 
 
-@says_errors(refuse)
 async def embed(request: Request) -> Response:
     """Vectors in Ollama's form."""
     body = await read_as(request, EmbedBody, KINDS)

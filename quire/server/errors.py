@@ -9,6 +9,7 @@ import msgspec
 from starlette.responses import Response
 
 from quire.errors import (
+    ClosedError,
     ContextError,
     OutOfMemory,
     QuireError,
@@ -22,6 +23,7 @@ _TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     409: "conflict_error", 429: "rate_limit_error", 500: "server_error", 503: "overloaded_error",
 }  # fmt: skip
+_ANTHROPIC = {413: "request_too_large", 500: "api_error"}
 RETRY_S = 1
 """When whoever was refused for want of room should try again."""
 
@@ -52,14 +54,24 @@ class ApiError(Exception):
         error = {"message": self.message, "type": self.type, "code": self.code, "param": self.param}
         return {"error": error}
 
-    def response(self) -> Response:
-        """The response that says so."""
-        return Response(
-            msgspec.json.encode(self.as_dict()),
-            self.status,
-            self.headers,
-            media_type="application/json",
-        )
+    def as_anthropic(self) -> dict[str, object]:
+        """The same as Anthropic's clients know it."""
+        error = {"type": _ANTHROPIC.get(self.status, self.type), "message": self.message}
+        return {"type": "error", "error": {**error, "code": self.code, "param": self.param}}
+
+    def as_ollama(self) -> dict[str, object]:
+        """The same as Ollama's clients know it."""
+        return {"error": self.message}
+
+    def response(self, path: str = "") -> Response:
+        """The response that says so, in the form of the dialect that is spoken at a path."""
+        form = self.as_dict
+        if path.startswith("/v1/messages"):
+            form = self.as_anthropic
+        elif path.startswith("/api/"):
+            form = self.as_ollama
+        body = msgspec.json.encode(form())
+        return Response(body, self.status, self.headers, media_type="application/json")
 
 
 def not_found(what: str, name: str, *, code: str | None = None) -> ApiError:
@@ -73,8 +85,11 @@ def told(error: BaseException, param: str | None = None) -> ApiError:
         return error
     if isinstance(error, RequestError):
         param = error.param or param
+    if isinstance(error, ClosedError):
+        return ApiError(404, "the session was closed meanwhile", code="session_not_found")
     if isinstance(error, ContextError):
-        return ApiError(400, str(error), code="context_length_exceeded", param=param)
+        message = f"this model's maximum context length is exceeded: {error}"  # clients know it
+        return ApiError(400, message, code="context_length_exceeded", param=param)
     if isinstance(error, OutOfMemory):
         return ApiError(503, str(error), code="out_of_memory")
     if isinstance(error, SessionFileError):
@@ -84,6 +99,16 @@ def told(error: BaseException, param: str | None = None) -> ApiError:
     if isinstance(error, QuireError):
         return ApiError(400, str(error), param=param)
     return ApiError(500, "the server failed at this; its log says why", code="internal_error")
+
+
+@contextmanager
+def naming(param: str | None) -> Iterator[None]:
+    """What is wrong here is wrong with this field, unless it says with which."""
+    try:
+        yield
+    except (ApiError, RequestError) as error:
+        error.param = error.param or param
+        raise
 
 
 @contextmanager

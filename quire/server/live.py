@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from quire.server.models import ServedModel
 from quire.server.page_map import Holder, PoolLook, budget_parts, look, pool_map
-from quire.server.session import ServedSession
+from quire.server.session import ServedSession, looked
 from quire.server.wire import EventStream, encode
 
 if TYPE_CHECKING:
@@ -53,8 +53,8 @@ def look_at(model: ServedModel, sessions: list[ServedSession]) -> ModelLook:
     llm = model.llm
     seen: list[dict[str, Any]] = []
     holders: dict[str, Holder] = {}
-    for one in sessions:
-        seen.append(one.look())
+    for one, told in looked(sessions):
+        seen.append(told)
         sequence = one.session.sequence.id
         holders[f"sequence {sequence}"] = holders[f"parked sequence {sequence}"] = (
             "session", one.id,

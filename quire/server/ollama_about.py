@@ -11,9 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import quire
-from quire.server.dialect import says_errors
 from quire.server.models import ServedModel
-from quire.server.ollama_routes import KINDS, refuse, served
+from quire.server.ollama_routes import KINDS, served
 from quire.server.state import State
 from quire.server.wire import as_json, read_as
 
@@ -53,7 +52,6 @@ async def loaded(request: Request) -> Response:
     return as_json({"models": told})
 
 
-@says_errors(refuse)
 async def show(request: Request) -> Response:
     """One model."""
     state: State = request.app.state.quire

@@ -15,7 +15,7 @@ from quire.server import turn as turns
 from quire.server.chat_routes import ChatBody, begin_chat
 from quire.server.completions_routes import CompletionBody, begin_completion
 from quire.server.conversation import spoken
-from quire.server.dialect import LineStream, line, says_errors
+from quire.server.dialect import LineStream, line
 from quire.server.errors import ApiError
 from quire.server.models import ServedModel
 from quire.server.run import Run
@@ -100,11 +100,6 @@ Pages of other servers cannot make use of that: where a request comes from is ch
 """
 
 
-def refuse(error: ApiError) -> Response:
-    """An error as Ollama's clients know it."""
-    return as_json({"error": error.message}, error.status, error.headers)
-
-
 def served(request: Request, name: str) -> ServedModel:
     """A model by its name; Ollama's clients may add a tag."""
     state: State = request.app.state.quire
@@ -116,7 +111,6 @@ def now() -> str:
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
-@says_errors(refuse)
 async def generate(request: Request) -> Response:
     """Continues a prompt, or answers it as the first message of a conversation."""
     body = await read_as(request, GenerateBody, KINDS)
@@ -136,7 +130,6 @@ async def generate(request: Request) -> Response:
     return await _answer(request, beginning, body.streams, _generated)
 
 
-@says_errors(refuse)
 async def chat(request: Request) -> Response:
     """The next turn of a conversation."""
     body = await read_as(request, OllamaChatBody, KINDS)
@@ -212,7 +205,7 @@ async def _answer(
 
 
 def _refused_line(error: ApiError) -> bytes:
-    return line({"error": error.message})
+    return line(error.as_ollama())
 
 
 async def _parts(run: Run) -> AsyncGenerator[tuple[Answer, str | None], None]:

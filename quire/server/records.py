@@ -191,7 +191,8 @@ class Recording:
         async def send_on(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = headers["request-id"] = id  # OpenAI's and Anthropic's
             await send(message)
 
         try:

@@ -48,6 +48,8 @@ class Ask:
     """Answers to each prompt."""
     stop: tuple[str, ...] = ()
     constraint: Constraint | None = None
+    constraint_in: str | None = None
+    """The field of the request that it came from."""
     salt: str = ""
     key: str = ""
     """Who asks, for fairness."""
@@ -149,7 +151,7 @@ class Run:
         ask, llm = self.ask, self.ask.model.llm
         transcript, matcher = llm.transcript(ask.stop), None
         if request.constraint is not None:
-            matcher = await self._compilers.compile(llm, request)
+            matcher = await self._compilers.compile(llm, request, ask.constraint_in)
         if goes_on is not None:
             return goes_on(request, transcript, matcher)
         if ask.session is not None:

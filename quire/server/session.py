@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from quire.engine.history import WayBack
 from quire.engine.loop import Job
 from quire.engine.request import Request
 from quire.engine.sequence import LOST, PARKED, Mark
+from quire.errors import ClosedError
 from quire.server.errors import ApiError
 from quire.server.models import ServedModel
 
@@ -173,14 +174,23 @@ class ServedSession:
         notes = {name: value for name, value in self.session.notes.items() if name != NOTE}
         return seen | ({"notes": notes} if notes else {})
 
-    def save(self, path: Path) -> int:
+    def save(self, path: Path, kept: bool) -> int:
         """Writes it to a file; how many bytes that took."""
         self.session.notes[NOTE] = {
             "model": self.model.name, "created": self.created, "parent": self.parent,
-            "root": self.root, "ttl_s": self.ttl_s, "kept": self.kept,
+            "root": self.root, "ttl_s": self.ttl_s, "kept": kept,
         }  # fmt: skip
         self.session.save(path)
         return path.stat().st_size
+
+
+def looked(sessions: list[ServedSession]) -> list[tuple[ServedSession, dict[str, Any]]]:
+    """What clients see of those that are still open; on the loop."""
+    seen = []
+    for one in sessions:
+        with suppress(ClosedError):  # somebody closed it before the loop came to look
+            seen.append((one, one.look()))
+    return seen
 
 
 def _first(job: Job, do: Callable[[], None]) -> Callable[[], None]:

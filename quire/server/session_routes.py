@@ -14,13 +14,11 @@ from quire.api.session import Session
 from quire.engine.sequence import Mark
 from quire.server.asking import check_ids, in_thread
 from quire.server.conversation import chat_prompt
-from quire.server.errors import ApiError, about, not_found
+from quire.server.errors import ApiError, about, naming, not_found
 from quire.server.session import ServedSession
-from quire.server.sessions import Sessions, checked_name
+from quire.server.sessions import LONGEST_TTL, Sessions, checked_name
 from quire.server.state import State
 from quire.server.wire import as_json, read_as, while_connected
-
-_LONGEST_TTL = 10 * 365 * 86400.0
 
 
 class SessionBody(msgspec.Struct, kw_only=True):
@@ -73,15 +71,16 @@ async def create(request: Request) -> Response:
     state: State = request.app.state.quire
     body = await read_as(request, SessionBody)
     model = state.models.find(body.model)
-    if body.ttl_s is not None and not 0 < body.ttl_s <= _LONGEST_TTL:
-        most = f"{_LONGEST_TTL:.0f}"
+    if body.ttl_s is not None and not 0 < body.ttl_s <= LONGEST_TTL:
+        most = f"{LONGEST_TTL:.0f}"
         raise ApiError(400, f"ttl_s is a number of seconds from 0 to {most}", param="ttl_s")
     if body.open is not None:
         if body.prompt is not None or body.messages is not None:
             raise ApiError(400, "open takes a session as it was saved; append to it later")
         where = model if body.model else None
         opening = state.sessions.open(body.open, body.id, where)
-        found = await while_connected(request, opening, state.sessions.close)
+        with naming("open"):
+            found = await while_connected(request, opening, state.sessions.close)
         found.ttl_s = body.ttl_s if body.ttl_s is not None else found.ttl_s
         return as_json(await _look(found), 201)
     id = await state.sessions.free_id(body.id)
@@ -181,7 +180,7 @@ async def checkpoint(request: Request) -> Response:
     """A mark of where a session is."""
     body = await read_as(request, CheckpointBody)
     session = await _session(request)
-    name = None if body.name is None else checked_name(body.name, "a checkpoint's name")
+    name = None if body.name is None else _mark_name(body.name, "name")
     with session.owned("marked"):
         if name in session.marks:
             raise ApiError(
@@ -199,9 +198,9 @@ async def rewind(request: Request) -> Response:
     session = await _session(request)
     if (body.to is None) == (body.tokens is None):
         raise ApiError(400, "rewind takes 'to', the name of a checkpoint, or 'tokens', how many")
-    with session.owned("rewound"):
+    with session.owned("rewound"), naming("to" if body.tokens is None else "tokens"):
         if body.to is not None:
-            mark = session.marks.get(body.to)
+            mark = session.marks.get(_mark_name(body.to, "to"))
             if mark is None:
                 raise not_found("checkpoint", body.to, code="checkpoint_not_found")
             await _on_loop(session, lambda: session.session.rewind(mark))
@@ -218,8 +217,7 @@ async def save(request: Request) -> Response:
     body = await read_as(request, SaveBody)
     session = await _session(request)
     with session.owned("saved"):
-        session.kept = True
-        return as_json(await _store(request).save(session, body.name))
+        return as_json(await _store(request).save(session, body.name, kept=True))
 
 
 async def delete(request: Request) -> Response:
@@ -228,6 +226,11 @@ async def delete(request: Request) -> Response:
     with session.owned("closed"):
         await _store(request).delete(session)
     return as_json({"id": session.id, "object": "session", "deleted": True})
+
+
+def _mark_name(name: str, param: str) -> str:
+    with naming(param):
+        return checked_name(name, "a checkpoint's name")
 
 
 def _store(request: Request) -> Sessions:

@@ -8,17 +8,19 @@ import secrets
 import time
 from collections.abc import Coroutine
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from quire.api.opening import notes_in
 from quire.errors import SessionFileError
-from quire.server.errors import ApiError, not_found
+from quire.server.errors import ApiError, naming, not_found
 from quire.server.models import Models, ServedModel
-from quire.server.session import NOTE, ServedSession
+from quire.server.session import NOTE, ServedSession, looked
 
 T = TypeVar("T")
 _REMEMBERED = 10_000
+LONGEST_TTL = 10 * 365 * 86400.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -35,6 +37,10 @@ def wrong_name(name: object, what: str = "a session's id") -> ApiError:
         400, f"{what} is 1 to 128 letters, digits, '.', '_' or '-' and begins with a letter or "
         f"digit, not {name!r:.140}", code="invalid_name",
     )  # fmt: skip
+
+
+def _taken(id: str) -> ApiError:
+    return ApiError(409, f"there is a session {id!r} already", code="session_exists", param="id")
 
 
 class Sessions:
@@ -55,14 +61,16 @@ class Sessions:
         if id is None:
             return f"s-{secrets.token_hex(8)}"
         await self.close_expired()
-        if checked_name(id) in self.by_id:
-            raise ApiError(409, f"there is a session {id!r} already", code="session_exists")
+        with naming("id"):
+            checked_name(id)
+        if id in self.by_id:
+            raise _taken(id)
         return id
 
     def add(self, session: ServedSession) -> ServedSession:
         """Takes a session in; its model stays loaded as long as it is here."""
         if session.id in self.by_id:
-            raise ApiError(409, f"there is a session {session.id!r} already", code="session_exists")
+            raise _taken(session.id)
         self.by_id[session.id] = session
         self._deleted.pop(session.id, None)
         session.model.users += 1
@@ -168,18 +176,23 @@ class Sessions:
             found.kept = told.get("kept") is not False
             created, ttl_s = told.get("created"), told.get("ttl_s")
             found.created = created if isinstance(created, int) else found.created
-            found.ttl_s = ttl_s if isinstance(ttl_s, (int, float)) and ttl_s > 0 else None
+            timed = isinstance(ttl_s, (int, float)) and 0 < ttl_s <= LONGEST_TTL
+            found.ttl_s = ttl_s if timed else None
             for field in ("parent", "root"):
                 if isinstance(told.get(field), str) and _NAME.fullmatch(told[field]):
                     setattr(found, field, told[field])
 
-    async def save(self, session: ServedSession, name: str | None = None) -> dict[str, Any]:
-        """Writes a session under a name, by default its id."""
-        name = name or session.saved or session.id
-        path = self.path(name)
+    async def save(
+        self, session: ServedSession, name: str | None = None, kept: bool = False
+    ) -> dict[str, Any]:
+        """Writes a session under a name, by default its id; `kept`: because a client asked."""
+        name = session.saved or session.id if name is None else name
+        with naming("name"):
+            path = self.path(name)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        size = await asyncio.to_thread(session.save, path)
-        session.saved = name
+        kept = kept or session.kept
+        size = await asyncio.to_thread(session.save, path, kept)
+        session.saved, session.kept = name, kept
         position = session.session.position
         return {"object": "session.file", "name": name, "bytes": size, "position": position}
 
@@ -213,5 +226,5 @@ class Sessions:
         for model in self.models.loaded:
             mine = [s for s in self.by_id.values() if s.model is model]
             if mine:
-                seen += await model.call(lambda mine=mine: [s.look() for s in mine])  # type: ignore[misc]
+                seen += [told for _, told in await model.call(partial(looked, mine))]
         return seen

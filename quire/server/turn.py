@@ -16,7 +16,7 @@ from starlette.requests import Request
 
 from quire.api.llm import LLM
 from quire.server.asking import Common
-from quire.server.errors import ApiError, about
+from quire.server.errors import ApiError, about, naming
 from quire.server.models import ServedModel
 from quire.server.run import Ask, Run, started
 from quire.server.session import ServedSession
@@ -61,8 +61,9 @@ class Turn:
             llm = await self.stack.enter_async_context(state.models.using(model))
             session = None
             if session_id is not None:
-                session = await state.sessions.get(session_id, model)
-                self.stack.enter_context(session.owned("generating"))
+                with naming("session_id"):
+                    session = await state.sessions.get(session_id, model)
+                    self.stack.enter_context(session.owned("generating"))
             with about(field):
                 with state.arrivals.coming():
                     ask = await make(llm, session)

@@ -74,6 +74,27 @@ def test_errors_are_in_its_own_form(rig: Rig, client: Any) -> None:
         assert told.json()["type"] == "error" and told.json()["error"]["message"]
 
 
+def test_what_it_has_no_route_for_is_told_in_its_form(rig: Rig, client: Any) -> None:
+    with pytest.raises(anthropic.NotFoundError) as unknown:
+        client.messages.batches.list()
+    assert unknown.value.body["type"] == "error" and unknown.value.type == "not_found_error"
+    assert unknown.value.request_id == unknown.value.response.headers["x-request-id"]
+
+
+def test_answers_fit_their_schema(rig: Rig, client: Any) -> None:
+    pydantic = pytest.importorskip("pydantic")
+
+    class Person(pydantic.BaseModel):  # type: ignore[misc, name-defined]
+        tall: bool
+
+    more = {**GREEDY, "max_tokens": 40}
+    assert client.messages.parse(messages=ASK, output_format=Person, **more).parsed_output
+    form = {"type": "json_schema", "schema": Person.model_json_schema()}
+    for place in ({"output_format": form}, {"output_config": {"format": form}}):
+        body = {"model": "tiny-dense", "messages": ASK, "max_tokens": 40, **place}
+        Person.model_validate_json(rig.post("/v1/messages", **body)["content"][0]["text"])
+
+
 def test_a_session_can_be_named(rig: Rig, client: Any) -> None:
     rig.post("/v1/sessions", id="mine")
     named = {**GREEDY, "extra_body": {"temperature": 0, "session_id": "mine"}}

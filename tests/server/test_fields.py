@@ -35,11 +35,28 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
         ("/v1/sessions", "messages", turns("word " * 5000)), ("/v1/sessions", "ttl_s", 1e300),
         ("/detokenize", "tokens", [-1]), ("/detokenize", "tokens", None),
         ("/v1/embeddings", "input", "word " * 5000), ("/v1/embeddings", "input", ""),
+        (COMPLETE, "grammar", "root ::= ("), (COMPLETE, "json_schema", {"type": "no"}),
+        (CHAT, "structured_outputs", {"regex": "("}), (COMPLETE, "suffix", "b"),
+        (CHAT, "response_format", {"type": "json_schema", "schema": {"type": "no"}}),
+        (CHAT, "session_id", "a/b"), ("/v1/sessions", "id", "a/b"), ("/v1/sessions", "open", ".a"),
     ],
 )  # fmt: skip
 def test_an_error_says_which_field_it_is_about(rig: Rig, path: str, field: str, value: Any) -> None:
     text: dict[str, Any] = {COMPLETE: {"prompt": "a"}, CHAT: {"messages": turns("a")}}.get(path, {})
     assert rig.refused(400, path, **{**text, field: value})["param"] == field
+
+
+def test_an_error_says_which_name_it_is_about(rig: Rig) -> None:
+    rig.post("/v1/sessions", id="named")
+    for status, verb, field, value in (
+        (400, "fork", "id", ""), (409, "fork", "id", "named"), (400, "checkpoint", "name", "/"),
+        (400, "rewind", "to", ".."), (404, "rewind", "to", "nowhere"), (400, "save", "name", ""),
+    ):  # fmt: skip
+        error = rig.refused(status, f"/v1/sessions/named/{verb}", **{field: value})
+        assert error["param"] == field
+    error = rig.refused(400, CHAT, messages=turns("a"), logprobs=True, top_logprobs=-1)
+    assert error["param"] == "top_logprobs"
+    rig.http.delete("/v1/sessions/named")
 
 
 def test_what_is_missing_is_named(rig: Rig) -> None:
@@ -60,6 +77,7 @@ def test_a_prompt_that_is_too_long_is_told_by_how_much(rig: Rig) -> None:
         error = rig.refused(400, path, **body)
         assert error["code"] == "context_length_exceeded"
         assert str(need) in error["message"] and str(rig.llm.n_ctx) in error["message"]
+        assert "maximum context length is" in error["message"]  # by which clients know it
 
 
 def test_nothing_missed_is_no_miss(rig: Rig) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from quire.server.live import look_at
 from tests.server.rig import DENSE, HYBRID, Rig, serving, turns
 
 STORY = "It was a dark night, and the old man went down to the river to look for his boat."
@@ -132,8 +133,9 @@ def test_names_that_are_none(rig: Rig, name: str) -> None:
     rig.refused(400, "/v1/sessions", id=name)
     rig.refused(400, "/v1/sessions", open=name)
     rig.post("/v1/sessions", id="six", prompt="a")
-    if name:
-        rig.refused(400, "/v1/sessions/six/save", name=name)
+    for verb in ("save", "checkpoint"):
+        rig.refused(400, f"/v1/sessions/six/{verb}", name=name)
+    rig.refused(400, "/v1/sessions/six/rewind", to=name)
     rig.refused(400, "/v1/completions", prompt="a", session_id=name)
     rig.http.delete("/v1/sessions/six")
 
@@ -191,6 +193,52 @@ def test_time_to_live(rig: Rig) -> None:
 def test_nothing_is_left(rig: Rig) -> None:
     assert rig.http.get("/v1/sessions").json()["data"] == []
     assert rig.pages() == 0
+
+
+def test_one_that_is_closed_meanwhile_is_gone(rig: Rig) -> None:
+    """Between a request that finds it and the engine that looks, somebody else may close it."""
+    for id in ("stays", "goes"):
+        rig.post("/v1/sessions", id=id, prompt=STORY)
+    rig.state.sessions.by_id["goes"].session.close()
+    assert [one["id"] for one in get(rig, "/v1/sessions")["data"]] == ["stays"]
+    assert rig.http.get("/v1/sessions/goes").status_code == 404
+    for verb, body in (("append", {"prompt": "a"}), ("fork", {}), ("checkpoint", {}), ("save", {})):
+        error = rig.refused(404, f"/v1/sessions/goes/{verb}", **body)
+        assert error["code"] == "session_not_found"
+    model = rig.state.models.default
+    seen = look_at(model, list(rig.state.sessions.by_id.values()))
+    assert [one["id"] for one in seen.sessions] == ["stays"]
+    for id in ("stays", "goes"):
+        assert rig.http.delete(f"/v1/sessions/{id}").status_code == 200
+
+
+def test_notes_that_cannot_be_copied_are_refused(rig: Rig) -> None:
+    deep: Any = 1
+    for _ in range(800):
+        deep = [deep]
+    rig.post("/v1/sessions", id="deep", notes={"a": deep})
+    assert "notes" in rig.refused(400, "/v1/sessions/deep/fork")["message"]
+    rig.http.delete("/v1/sessions/deep")
+
+
+def test_a_session_of_a_file_does_not_live_for_ever(rig: Rig) -> None:
+    """What a file says of its session is not trusted."""
+    rig.post("/v1/sessions", id="ages")
+    rig.state.sessions.by_id["ages"].ttl_s = 1e300
+    rig.post("/v1/sessions/ages/save")
+    rig.http.delete("/v1/sessions/ages")
+    assert "expires" not in rig.post("/v1/sessions", open="ages", id="ages")
+    rig.http.delete("/v1/sessions/ages")
+
+
+def test_a_save_that_failed_keeps_no_file(tmp_path: Path) -> None:
+    with serving(tmp_path, save_sessions="turn") as rig:
+        rig.post("/v1/sessions", id="own", prompt=STORY)
+        rig.refused(400, "/v1/sessions/own/save", name="../own")
+        go_on(rig, "own")
+        assert (tmp_path / "own.quire").is_file()
+        rig.http.delete("/v1/sessions/own")
+        assert not (tmp_path / "own.quire").exists()
 
 
 @pytest.mark.parametrize("model", [DENSE, HYBRID])
