@@ -59,7 +59,7 @@ class Constrainer:
         limits = LLParserLimits(step_lexer_fuel=_STEP_FUEL)
         matcher = LLMatcher(self._prepared(), grammar, log_level=0, limits=limits)
         if matcher.is_error():
-            raise RequestError(f"the constraint cannot be compiled: {matcher.get_error():.800}")
+            raise RequestError(f"the constraint cannot be compiled: {_why(matcher)}")
         return Matcher(matcher, self.vocabulary.n_vocab)
 
     def tokens_with(self, texts: Seq[str]) -> frozenset[int]:
@@ -131,7 +131,13 @@ class Matcher:
 
     def _raise_error(self) -> None:
         if self._matcher.is_error():
-            raise RequestError(f"the constraint failed: {self._matcher.get_error():.800}")
+            raise RequestError(f"the constraint failed: {_why(self._matcher)}")
+
+
+def _why(matcher: Any) -> str:
+    """What llguidance says is wrong, without its own stack."""
+    said: str = matcher.get_error().partition("\n<backtrace>")[0]
+    return said[:800]
 
 
 class _Adapter:

@@ -24,6 +24,20 @@ _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
+class ToolChoice(msgspec.Struct, kw_only=True):
+    """Whether tools are called, and which."""
+
+    type: str = "auto"
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class OutputConfig(msgspec.Struct, kw_only=True):
+    """What the answer must look like."""
+
+    format: dict[str, Any] | None = None
+
+
 class MessagesBody(msgspec.Struct, kw_only=True):
     """What a client sends; a session and a salt may be named as everywhere."""
 
@@ -37,9 +51,9 @@ class MessagesBody(msgspec.Struct, kw_only=True):
     stop_sequences: list[str] | None = None
     stream: bool | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: dict[str, Any] | None = None
+    tool_choice: ToolChoice | None = None
     thinking: dict[str, Any] | None = None
-    output_config: dict[str, Any] | None = None
+    output_config: OutputConfig | None = None
     output_format: dict[str, Any] | None = None
     """The older place of what is `output_config.format` now."""
     session_id: str | None = None
@@ -47,21 +61,21 @@ class MessagesBody(msgspec.Struct, kw_only=True):
 
     def as_chat(self) -> ChatBody:
         """The same in OpenAI's words."""
-        choice = self.tool_choice or {}
-        kind = choice.get("type", "auto")
+        choice = self.tool_choice or ToolChoice()
+        kind = choice.type
         if kind != "tool" and kind not in _CHOICES:
             known = ", ".join(_CHOICES)
             raise ApiError(400, f"tool_choice.type is {known} or tool", param="tool_choice")
-        named = {"type": "function", "function": {"name": choice.get("name")}}
+        named = {"type": "function", "function": {"name": choice.name}}
         return ChatBody(
             model=self.model, messages=_conversation(self), max_tokens=self.max_tokens,
             temperature=self.temperature, top_p=self.top_p, top_k=self.top_k,
             stop=self.stop_sequences, stream=self.stream,
             tools=[_tool(tool) for tool in self.tools or []] or None,
             tool_choice=named if kind == "tool" else _CHOICES[kind] if self.tools else None,
-            parallel_tool_calls=not choice.get("disable_parallel_tool_use", False),
+            parallel_tool_calls=not choice.disable_parallel_tool_use,
             chat_template_kwargs=_thinking(self.thinking),
-            response_format=(self.output_config or {}).get("format") or self.output_format,
+            response_format=(self.output_config or OutputConfig()).format or self.output_format,
             session_id=self.session_id, cache_salt=self.cache_salt,
         )  # fmt: skip
 

@@ -68,7 +68,11 @@ def test_errors_are_in_its_own_form(rig: Rig, client: Any) -> None:
     image = [{"role": "user", "content": [{"type": "image", "source": {}}]}]
     with pytest.raises(anthropic.BadRequestError, match="reads text only"):
         client.messages.create(messages=image, **GREEDY)
-    for body in ({"model": "tiny-dense", "messages": ASK}, {"messages": 3}):
+    bodies: list[dict[str, Any]] = [{"messages": ASK}, {"max_tokens": 3, "messages": 3}]
+    for choice in ({"type": {}}, {"type": "never"}, {"type": "tool"}, 3):
+        bodies.append({"max_tokens": 3, "messages": ASK, "tool_choice": choice})
+    bodies.append({"max_tokens": 3, "messages": ASK, "output_config": {"format": 1}})
+    for body in bodies:
         told = rig.http.post("/v1/messages", json=body)
         assert told.status_code == 400
         assert told.json()["type"] == "error" and told.json()["error"]["message"]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from quire.engine.constrain import Constrainer
+from quire.errors import RequestError
 from quire.text.tokenizer import Tokenizer
 from quire.types import Constraint, Json, Regex
 from tests.model_folders import MODELS
@@ -57,6 +58,12 @@ def test_objects_have_the_members_that_are_named(schema: dict[str, Any], text: s
 )
 def test_objects_have_others_where_a_schema_says_so(schema: dict[str, Any], text: str) -> None:
     assert accepts(Json(schema), text)
+
+
+def test_what_is_wrong_is_told_without_a_stack() -> None:
+    with pytest.raises(RequestError, match="cannot be compiled") as refused:
+        CONSTRAINER.compile(Json({"required": "é" * 50}))
+    assert "backtrace" not in str(refused.value)
 
 
 def test_a_schema_is_not_changed() -> None:
