@@ -89,6 +89,7 @@ class Run:
         """Of all tokens of each prompt but the first, where they are scored."""
         self._news = news
         self._compilers = compilers
+        self._matcher: Matcher | None = None
         self.at_end: Callable[[], Coroutine[Any, Any, None]] | None = None
         """Gives back what was held for it, besides pages; it may be called more than once."""
         self._ending: asyncio.Future[None] | None = None
@@ -133,17 +134,10 @@ class Run:
             sampling = ask.sampling
             if sampling.seed is not None and n:
                 sampling = replace(sampling, seed=(sampling.seed + n) % 2**64)
-            made.append(
-                Request(
-                    tuple(prompt),
-                    sampling,
-                    ask.constraint,
-                    ask.salt,
-                    self._speculate,
-                    ask.key,
-                    ask.priority,
-                )
-            )
+            made.append(Request(
+                tuple(prompt), sampling, ask.constraint, ask.salt, self._speculate, ask.key,
+                ask.priority,
+            ))  # fmt: skip
         return made
 
     async def _prepared(self, request: Request, goes_on: GoesOn | None = None) -> Callable[[], Job]:
@@ -151,7 +145,9 @@ class Run:
         ask, llm = self.ask, self.ask.model.llm
         transcript, matcher = llm.transcript(ask.stop), None
         if request.constraint is not None:
-            matcher = await self._compilers.compile(llm, request, ask.constraint_in)
+            if self._matcher is None:  # one for all answers, and a copy for each
+                self._matcher = await self._compilers.compile(llm, request, ask.constraint_in)
+            matcher = self._matcher and self._matcher.copy()
         if goes_on is not None:
             return goes_on(request, transcript, matcher)
         if ask.session is not None:

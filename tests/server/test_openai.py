@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 
+from quire.engine.constrain import Constrainer
 from tests.server.rig import Rig, turns
 
 STORY = "It was a dark night, and the old man"
@@ -209,6 +211,18 @@ def test_other_structures(rig: Rig) -> None:
 
 
 GBNF = 'root ::= "yes" | "no" # llama.cpp writes grammars so\n'
+
+
+def test_a_constraint_is_compiled_once_for_all_answers(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    compile = Constrainer.compile
+    monkeypatch.setattr(Constrainer, "compile", lambda *a: made.append(a) or compile(*a))
+    body = {"structured_outputs": {"regex": "[ab]{4}"}, "temperature": 1, "n": 3}
+    choices = rig.complete(["a", "b"], **body)["choices"]
+    assert len(made) == 1 and len(choices) == 6
+    assert all(re.fullmatch("[ab]{4}", choice["text"]) for choice in choices)
 
 
 def test_grammars_in_both_notations(rig: Rig) -> None:
