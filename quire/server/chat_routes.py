@@ -128,7 +128,7 @@ class _Answer:
 
     async def whole(self) -> dict[str, Any]:
         """One object."""
-        parts: list[list[Spoken]] = [[] for _ in self._run.jobs]
+        parts: list[list[Spoken]] = [[] for _ in range(self._run.choices)]
         async for part in spoken(self._run, self._one_call):
             parts[part.choice].append(part)
         choices = []
@@ -143,7 +143,7 @@ class _Answer:
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events."""
-        going = len(self._run.jobs)
+        going = self._run.choices
         calls: dict[int, int] = {}  # how many each choice has made
         head = self._head("chat.completion.chunk")
         usage = {"usage": None} if self._body.wants_usage else {}

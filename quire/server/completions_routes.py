@@ -88,6 +88,9 @@ async def begin_completion(
     async def ask(llm: LLM, session: ServedSession | None) -> Ask:
         behind = session.session.position if session else 0
         prompts = await in_thread(read or _tokens, llm, body, behind)
+        if len(prompts) * n > MOST_PROMPTS:
+            many = f"{len(prompts)} prompts with n = {n} are {len(prompts) * n} answers"
+            raise ApiError(400, f"{many}; at most {MOST_PROMPTS} at a time", param="n")
         return Ask(
             model, prompts, sampling, n, stops, constraint, body.constraint_in,
             body.cache_salt or "", request.scope["quire.key"], body.rank, session,
@@ -153,8 +156,7 @@ class _Answer:
 
     async def whole(self) -> dict[str, Any]:
         """One object."""
-        jobs = self._run.jobs
-        parts: list[list[Delta]] = [[] for _ in jobs]
+        parts: list[list[Delta]] = [[] for _ in range(self._run.choices)]
         async for delta in self._run.deltas():
             parts[delta.choice].append(delta)
         choices = []
@@ -166,7 +168,7 @@ class _Answer:
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events."""
-        going = len(self._run.jobs)
+        going = self._run.choices
         fresh = set(range(going))
         usage = {"usage": None} if self._body.wants_usage else {}
         watched = Watched(self._run, self._body.return_progress, self._body.timings_per_token)

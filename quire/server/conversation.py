@@ -115,7 +115,7 @@ async def spoken(run: Run, one_call: bool = False) -> AsyncIterator[Spoken]:
     """The answers of a run as they come: text, reasoning and calls; of calls, all or one."""
     prompt = run.ask.chat
     assert prompt is not None
-    readers = [prompt.reader() for _ in run.jobs]
+    readers = [prompt.reader() for _ in range(run.choices)]
     called = [0] * len(readers)
     async for delta in run.deltas():
         answer = readers[delta.choice].feed(delta.text)

@@ -160,7 +160,7 @@ def _only(made: dict[str, Any], fields: list[str]) -> dict[str, Any]:
 
 
 async def _whole(run: Run, body: LlamaBody) -> list[dict[str, Any]]:
-    parts: list[list[Delta]] = [[] for _ in run.jobs]
+    parts: list[list[Delta]] = [[] for _ in range(run.choices)]
     async for delta in run.deltas():
         parts[delta.choice].append(delta)
     made = []

@@ -7,8 +7,8 @@ and writes the end from `usage`, `timings` and `memory`. Leaving the run ends it
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,7 +29,6 @@ from quire.types import Constraint, Sampling, TokenLogprob
 
 if TYPE_CHECKING:
     from quire.server.session import ServedSession
-    from quire.server.state import State
 
 
 GoesOn = Callable[[Request, Transcript, Matcher | None], Callable[[], Job]]
@@ -77,14 +76,21 @@ class Delta(NamedTuple):
 
 
 class Run:
-    """Jobs of one request: choice `i` belongs to prompt `i // n`."""
+    """Jobs of one request: choice `i` belongs to prompt `i // n`.
+
+    At most so many as it has `places` run at a time; others begin as those end.
+    """
 
     def __init__(
-        self, ask: Ask, news: News, compilers: Compilers, speculate: Speculator | None
+        self, ask: Ask, news: News, compilers: Compilers, speculate: Speculator | None, places: int
     ) -> None:
         self.ask = ask
         self._speculate = speculate
+        self._places = places
         self.jobs: list[Job] = []
+        self._rest: deque[Request] = deque()
+        self._begun = False
+        self._filling: asyncio.Future[None] | None = None
         self.scores: list[list[TokenLogprob]] = []
         """Of all tokens of each prompt but the first, where they are scored."""
         self._news = news
@@ -97,16 +103,32 @@ class Run:
         self._failure: BaseException | None = None
 
     async def begin(self) -> None:
-        """Puts all of it on the engine at once."""
+        """Puts it on the engine, or what there is a place for."""
         if self.ask.scores is None:
-            begins: list[Callable[[], Job]] = []
             for prompt in self.ask.prompts:
-                begins += [await self._prepared(one) for one in self._requests(prompt)]
-            await self._begin(begins)
+                self._rest += self._requests(prompt)
+            await self._begin_more()
         else:
             for prompt in self.ask.prompts:
                 await self._begin_scored(prompt, self.ask.scores)
+        self._begun = True
         self.wake()  # what came before anybody listened
+
+    async def _begin_more(self) -> None:
+        free = self._places - sum(not job.done for job in self.jobs)
+        more = [self._rest.popleft() for _ in range(min(free, len(self._rest)))]
+        await self._begin([await self._prepared(one) for one in more])
+
+    async def _fill(self) -> None:
+        """Begins more in the places of those that ended."""
+        try:
+            await self._begin_more()
+        except Exception as error:
+            self._rest.clear()
+            self._failure = error
+        finally:
+            self._filling = None
+        self.wake()  # more may have ended meanwhile
 
     async def _begin(self, begins: list[Callable[[], Job]]) -> None:
         begin = partial(_begin_all, begins, self._tell)
@@ -168,7 +190,12 @@ class Run:
         What was held is given back when all of them are done, whether or not somebody reads it.
         """
         self._changed.wake()
-        if self.at_end and self._ending is None and all(job.done for job in self.jobs):
+        if self._filling is not None or not self._begun:
+            return
+        going = sum(not job.done for job in self.jobs)
+        if self._rest and going < self._places:
+            self._filling = asyncio.ensure_future(self._fill())
+        elif self.at_end and self._ending is None and not going and not self._rest:
             self._ending = asyncio.ensure_future(self.at_end())
 
     def fail(self, error: BaseException) -> None:
@@ -178,10 +205,10 @@ class Run:
 
     async def deltas(self) -> AsyncIterator[Delta]:
         """What comes, until all jobs are done; raises what made one fail."""
-        seen = [0] * len(self.jobs)
-        going = set(range(len(self.jobs)))
+        seen = [0] * self.choices
+        going = set(range(self.choices))
         while going:
-            for index in sorted(going):
+            for index in sorted(one for one in going if one < len(self.jobs)):
                 job = self.jobs[index]
                 done = job.done  # asked first: what comes later is taken next time
                 if job.error:
@@ -202,10 +229,18 @@ class Run:
             await self.at_end()
 
     def close(self) -> None:
-        """Ends what still runs, before the next step."""
+        """Ends what still runs, before the next step, and begins no more."""
+        self._rest.clear()
+        if self._filling is not None:
+            self._filling.cancel()
         _end_all(self.jobs)
 
     # -- what it came to ------------------------------------------------------------------------
+
+    @property
+    def choices(self) -> int:
+        """How many answers there will be."""
+        return len(self.ask.prompts) * self.ask.n
 
     @property
     def firsts(self) -> list[Job]:
@@ -261,33 +296,3 @@ def _end_all(jobs: list[Job]) -> None:
 
 def _finish(job: Job) -> str:
     return {"cancelled": "abort"}.get(str(job.finish_reason), str(job.finish_reason))
-
-
-def _check_lengths(ask: Ask) -> None:
-    """Refuses what cannot fit before it waits for its turn."""
-    engine = ask.model.llm.engine
-    for prompt in ask.prompts if ask.session is None else ():
-        engine.check_tokens(0, prompt)
-        if len(prompt) >= engine.n_ctx:
-            raise engine.too_long(len(prompt))
-
-
-@asynccontextmanager
-async def started(state: State, ask: Ask) -> AsyncIterator[Run]:
-    """A request's turn: it waits for it, runs, and everything is given back at the end."""
-    _check_lengths(ask)
-    async with AsyncExitStack() as stack:
-        choices = len(ask.prompts) * ask.n
-        state.records.asked(ask)
-        await stack.enter_async_context(
-            state.admission.enter(ask.key, ask.priority, max(choices, 1))
-        )
-        run = Run(ask, state.news, state.compilers, state.settings.speculate)
-        state.runs.add(run)
-        state.records.runs(run)
-        stack.callback(state.runs.discard, run)
-        stack.callback(run.close)
-        if not ask.model.llm.engine.scheduler.active:
-            await state.arrivals.gathered()
-        await run.begin()
-        yield run

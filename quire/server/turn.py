@@ -8,8 +8,8 @@ await turn.close()                                 everything is given back, wha
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -18,7 +18,7 @@ from quire.api.llm import LLM
 from quire.server.asking import Common
 from quire.server.errors import ApiError, about, naming
 from quire.server.models import ServedModel
-from quire.server.run import Ask, Run, started
+from quire.server.run import Ask, Run
 from quire.server.session import ServedSession
 from quire.server.state import State, log
 from quire.server.wire import Disconnected, EventStream, gone, while_connected
@@ -67,7 +67,7 @@ class Turn:
             with about(field):
                 with state.arrivals.coming():
                     ask = await make(llm, session)
-                self.run = await self.stack.enter_async_context(started(state, ask))
+                self.run = await self.stack.enter_async_context(_started(state, ask))
             if session is not None:
                 self.stack.push_async_callback(self._end_session)
             self.run.at_end = self.close
@@ -161,3 +161,31 @@ async def finish(
         return await while_connected(request, whole(turn))
     finally:
         await turn.close()
+
+
+def _check_lengths(ask: Ask) -> None:
+    """Refuses what cannot fit before it waits for its turn."""
+    engine = ask.model.llm.engine
+    for prompt in ask.prompts if ask.session is None else ():
+        engine.check_tokens(0, prompt)
+        if len(prompt) >= engine.n_ctx:
+            raise engine.too_long(len(prompt))
+
+
+@asynccontextmanager
+async def _started(state: State, ask: Ask) -> AsyncIterator[Run]:
+    """A request's turn: it waits for it, runs, and everything is given back at the end."""
+    _check_lengths(ask)
+    async with AsyncExitStack() as stack:
+        places = min(max(len(ask.prompts) * ask.n, 1), state.admission.max_running)
+        state.records.asked(ask)
+        await stack.enter_async_context(state.admission.enter(ask.key, ask.priority, places))
+        run = Run(ask, state.news, state.compilers, state.settings.speculate, places)
+        state.runs.add(run)
+        state.records.runs(run)
+        stack.callback(state.runs.discard, run)
+        stack.callback(run.close)
+        if not ask.model.llm.engine.scheduler.active:
+            await state.arrivals.gathered()
+        await run.begin()
+        yield run
