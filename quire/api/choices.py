@@ -83,7 +83,7 @@ class Choices:
     ) -> Callable[[Sequence], list[Job]]:
         """Sets all answers going on forks of the prompt, once that is computed; on the loop."""
         started = time.perf_counter()
-        texts = [llm.transcript(stop) for _ in range(self.made)]
+        texts = llm.transcripts(stop, self.made)
         matcher = llm.matcher(request)
         requests = [_numbered(request, i) for i in range(self.made)]
 

@@ -20,7 +20,7 @@ from quire.engine.sequence import Sequence
 from quire.models.active import ActiveSize
 from quire.speculate import speculator
 from quire.speculate.draft_model import Loaded
-from quire.text.detokenize import Detokenizer
+from quire.text.detokenize import Detokenizer, StopStrings
 from quire.text.gbnf import as_lark
 from quire.types import Completion, Constraint, Grammar, Sampling, SamplingFields, Timings
 
@@ -84,7 +84,7 @@ class Requests(Texts):
 
         What takes long and touches no memory is done before the engine is asked.
         """
-        transcript, matcher = self.transcript(stop), self.matcher(request)
+        (transcript,), matcher = self.transcripts(stop), self.matcher(request)
 
         def begin() -> Job:
             sequence = session() if session else self.engine.new_sequence()
@@ -92,11 +92,12 @@ class Requests(Texts):
 
         return self.loop.call(begin)
 
-    def transcript(self, stop: Stop) -> Transcript:
-        """Where a request's text comes together."""
-        stops = stops_of(stop)
-        detokenizer = Detokenizer(self.tokenizer, stops, continuation=True)
-        return Transcript(detokenizer, watch=bool(stops))
+    def transcripts(self, stop: Stop, n: int = 1) -> list[Transcript]:
+        """Where the texts of n answers to a request come together."""
+        watch = bool(stops := stops_of(stop))
+        found = StopStrings(stops)
+        texts = [Detokenizer(self.tokenizer, found, continuation=True) for _ in range(n)]
+        return [Transcript(text, watch) for text in texts]
 
     def matcher(self, request: Request) -> Matcher | None:
         """A request's constraint, compiled."""

@@ -14,7 +14,7 @@ from quire.types import Constraint, Grammar, Json, Regex, Sampling
 
 MOST_CHOICES = 128
 MOST_TOPS = 100
-_MOST_STOPS, _LONGEST_STOP = 256, 4096
+_MOST_STOPS, _MOST_STOP_TEXT = 256, 8192
 _MOST = 2**31 - 1
 
 
@@ -82,11 +82,9 @@ class Common(msgspec.Struct, kw_only=True):
         """Stop strings."""
         stop = self.stop or []
         found = (stop,) if isinstance(stop, str) else tuple(stop)
-        if len(found) > _MOST_STOPS or any(len(s) > _LONGEST_STOP for s in found):
-            raise ApiError(
-                400, f"stop has at most {_MOST_STOPS} texts of {_LONGEST_STOP} characters",
-                param="stop",
-            )  # fmt: skip
+        if len(found) > _MOST_STOPS or sum(map(len, found)) > _MOST_STOP_TEXT:
+            most = f"{_MOST_STOPS} texts, of {_MOST_STOP_TEXT} characters in all"
+            raise ApiError(400, f"stop has at most {most}", param="stop")
         return tuple(s for s in found if s)
 
     def sampling(self, max_tokens: int | None, logprobs: int | None) -> Sampling:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from quire.api.llm import LLM
 from quire.api.texts import ChatPrompt
+from quire.errors import ContextError
 from quire.server.errors import ApiError
 from quire.server.run import Run
 from quire.text.answers import Answer
@@ -26,6 +27,10 @@ def chat_prompt(
 
     A last message of the assistant is gone on with, unless the client says otherwise.
     """
+    if len(messages) > llm.n_ctx:  # each takes a token at least, and time before it is counted
+        raise ContextError(
+            f"{len(messages)} messages do not fit a context of {llm.n_ctx} tokens; send fewer"
+        )
     ready = [plain_message(message, number) for number, message in enumerate(messages)]
     if not ready:
         raise ApiError(400, "messages is empty; there is nothing to answer", param="messages")

@@ -37,7 +37,7 @@ class Detokenizer:
     def __init__(
         self,
         tokenizer: Pieces,
-        stop: str | Sequence[str] = (),
+        stop: str | Sequence[str] | StopStrings = (),
         *,
         continuation: bool = False,
         skip_special: bool = False,
@@ -47,7 +47,8 @@ class Detokenizer:
         self._skip_special = skip_special
         self._strip_space = tokenizer.space_prefix and not continuation
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._stops = StopStrings([stop] if isinstance(stop, str) else stop)
+        stop = [stop] if isinstance(stop, str) else stop
+        self._stops = stop if isinstance(stop, StopStrings) else StopStrings(stop)
         self._state = 0
         self._held = ""  # as many characters as the state is deep
 
@@ -88,7 +89,8 @@ class StopStrings:
     """Finds the first of several strings in text that comes in parts (Aho and Corasick).
 
     A state is the longest beginning of any string that the text ends with: its length is
-    `depth`, and `completed` is the longest string that the text ends with, if any.
+    `depth`, and `completed` is the longest string that the text ends with, if any. It stays as it
+    is made: many texts may be searched with one.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:

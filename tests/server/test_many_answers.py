@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from quire.server.run import Run
+from quire.text.detokenize import StopStrings
 from tests.server.rig import Rig, serving
 
 PROMPTS = [[300 + i, 301] for i in range(9)]
@@ -93,6 +94,28 @@ def test_one_that_fails_ends_all(few: Rig, monkeypatch: pytest.MonkeyPatch) -> N
     answer = few.http.post("/v1/completions", json={"prompt": PROMPTS, "max_tokens": 4})
     assert answer.status_code == 500 and answer.json()["error"]["code"] == "internal_error"
     assert few.pages() == 0
+
+
+def test_stop_strings_are_read_once_for_all(few: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may be long: what finds them takes a moment, and memory."""
+    made: list[Any] = []
+    link = StopStrings._link
+    monkeypatch.setattr(StopStrings, "_link", lambda self: made.append(self) or link(self))
+    alone = few.complete(PROMPTS[0])["choices"][0]["text"]
+    made.clear()
+    for choice in few.complete([PROMPTS[0]] * 3, n=2, stop=[alone[5:8], "never"])["choices"]:
+        assert choice["text"] == alone[:5] and choice["finish_reason"] == "stop"
+    assert len(made) == 1
+    stops = [f"{i:03}" * 11 for i in range(256)]
+    few.complete("a", 1, stop=stops[:248])
+    assert few.refused(400, "/v1/completions", prompt="a", stop=stops)["param"] == "stop"
+
+
+def test_more_messages_than_tokens(few: Rig) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}] * (few.llm.n_ctx + 1)}
+    for path in ("/v1/chat/completions", "/apply-template"):
+        error = few.refused(400, path, **body)
+        assert error["code"] == "context_length_exceeded" and str(few.llm.n_ctx) in error["message"]
 
 
 def test_too_many(few: Rig) -> None:
