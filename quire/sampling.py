@@ -129,8 +129,10 @@ class Sampling:
         if not isinstance(self.logit_bias, Mapping):
             raise RequestError(f"logit_bias has a number by token id, not {self.logit_bias!r:.80}")
         for token, bias in self.logit_bias.items():
-            _check_int("logit_bias", token, 0, 2**31 - 1, "a token of logit_bias")
-            _check("logit_bias", bias, -1000.0, 1000.0, f"logit_bias of token {token}")
+            if type(token) is not int or not 0 <= token < 2**31:  # else all is well
+                _check_int("logit_bias", token, 0, 2**31 - 1, "a token of logit_bias")
+            if type(bias) is not float or not -1000.0 <= bias <= 1000.0:
+                _check("logit_bias", bias, -1000.0, 1000.0, f"logit_bias of token {token}")
         breakers, processors = self.dry_sequence_breakers, self.logit_processors
         texts = isinstance(breakers, (list, tuple)) and all(isinstance(b, str) for b in breakers)
         if not texts or "" in breakers:

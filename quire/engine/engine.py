@@ -320,9 +320,8 @@ class Engine(Sequences):
 
     def _check_sampling(self, request: Request) -> None:
         has = f"the vocabulary has {self.n_vocab} tokens"
-        for token in request.sampling.logit_bias:
-            if token >= self.n_vocab:
-                raise RequestError(f"logit_bias names token {token}; {has}", "logit_bias")
+        if (token := max(request.sampling.logit_bias, default=0)) >= self.n_vocab:
+            raise RequestError(f"logit_bias names token {token}; {has}", "logit_bias")
         if (wanted := request.sampling.logprobs or 0) > self.n_vocab:
             raise RequestError(f"logprobs asks for {wanted} tokens; {has}", "logprobs")
 
