@@ -1,7 +1,8 @@
 """Who may start: at most so many at once, and a queue that is fair between keys.
 
 Within a key and a priority first come, first served; between keys whoever was served least goes
-first; whoever has waited too long goes before all others, so every wait is bounded.
+first; whoever has waited too long goes before all others, so every wait is bounded. A request for
+many answers takes the places that are free, and goes on with fewer while others wait.
 """
 
 from __future__ import annotations
@@ -26,7 +27,25 @@ class Waiting:
     priority: int
     weight: int
     since: float
-    turn: asyncio.Future[None] = field(repr=False)
+    turn: asyncio.Future[Place] = field(repr=False)
+
+
+@dataclass(eq=False)
+class Place:
+    """Somebody who was let in, for so many answers at a time."""
+
+    queue: Admission
+    key: str
+    answers: int = 0
+
+    def fit(self, going: int, more: int) -> None:
+        """Places of answers that ended are for whoever waits, or for more answers of the same."""
+        queue, used = self.queue, max(going, 1)
+        queue.running -= self.answers - used
+        self.answers = used
+        queue.let_in()
+        if not queue.waiting:
+            queue.add(self, min(max(going + more - used, 0), queue.max_running - queue.running))
 
 
 class Admission:
@@ -52,53 +71,58 @@ class Admission:
             )  # fmt: skip
 
     @asynccontextmanager
-    async def enter(self, key: str, priority: int, weight: int) -> AsyncIterator[None]:
-        """Waits for a turn, and holds it."""
+    async def enter(self, key: str, priority: int, weight: int) -> AsyncIterator[Place]:
+        """Waits for a turn, and holds it: as many places of those that it wants as are free."""
         self.check()
-        weight = min(weight, self.max_running)
-        if self.waiting or self.running + weight > self.max_running:
-            await self._wait(key, priority, weight)
+        if self.waiting or self.running >= self.max_running:
+            place = await self._wait(key, priority, weight)
         else:
-            self._take(key, weight)
+            place = self._take(key, weight)
         try:
-            yield
+            yield place
         finally:
-            self.running -= weight
-            self._next()
+            self.running -= place.answers
+            self.let_in()
 
-    async def _wait(self, key: str, priority: int, weight: int) -> None:
-        turn = asyncio.get_running_loop().create_future()
+    async def _wait(self, key: str, priority: int, weight: int) -> Place:
+        turn: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
         one = Waiting(key, priority, weight, time.monotonic(), turn)
         self.waiting.append(one)
-        self._next()
+        self.let_in()
         try:
-            await turn
+            return await turn
         except BaseException:
             if one in self.waiting:
                 self.waiting.remove(one)
             elif turn.done() and not turn.cancelled():  # it was let in as it left
-                self.running -= weight
-            self._next()
+                self.running -= turn.result().answers
+            self.let_in()
             raise
 
-    def _take(self, key: str, weight: int) -> None:
-        self.running += weight
-        self._served[key] += weight
+    def _take(self, key: str, weight: int) -> Place:
+        place = Place(self, key)
+        self.add(place, min(weight, self.max_running - self.running))
+        return place
+
+    def add(self, place: Place, answers: int) -> None:
+        """More places, which are free, for somebody."""
+        place.answers += answers
+        self.running += answers
+        self._served[place.key] += answers
         if len(self._served) > 1000:  # long-lived servers meet many keys
             self._served = Counter(dict(self._served.most_common(500)))
 
-    def _next(self) -> None:
+    def let_in(self) -> None:
         """Lets in whoever is next, as long as there is a place."""
         while self.waiting:
             one = self._chosen()
             if one.turn.done():  # it left, and has not said so yet
                 self.waiting.remove(one)
                 continue
-            if self.running + one.weight > self.max_running:
+            if self.running >= self.max_running:
                 break
             self.waiting.remove(one)
-            self._take(one.key, one.weight)
-            one.turn.set_result(None)
+            one.turn.set_result(self._take(one.key, one.weight))
         if not self.running and not self.waiting:
             self._served.clear()
 

@@ -20,11 +20,13 @@ from quire.engine.drafter import Speculator
 from quire.engine.generation import Transcript
 from quire.engine.loop import Job
 from quire.engine.request import Request
+from quire.server.admission import Place
 from quire.server.compilers import Compilers
 from quire.server.follow import News, Signal
 from quire.server.models import ServedModel
 from quire.server.scored import Scored
 from quire.server.timings import timings
+from quire.server.usage import memory, usage
 from quire.types import Constraint, Sampling, TokenLogprob
 
 if TYPE_CHECKING:
@@ -78,15 +80,16 @@ class Delta(NamedTuple):
 class Run:
     """Jobs of one request: choice `i` belongs to prompt `i // n`.
 
-    At most so many as it has `places` run at a time; others begin as those end.
+    At most so many run at a time as it has places for; others begin as those end.
     """
 
     def __init__(
-        self, ask: Ask, news: News, compilers: Compilers, speculate: Speculator | None, places: int
-    ) -> None:
+        self, ask: Ask, news: News, compilers: Compilers, speculate: Speculator | None,
+        place: Place,
+    ) -> None:  # fmt: skip
         self.ask = ask
         self._speculate = speculate
-        self._places = places
+        self._place = place
         self.jobs: list[Job] = []
         self._rest: deque[Request] = deque()
         self._begun = False
@@ -116,13 +119,14 @@ class Run:
         self.wake()  # what came before anybody listened
 
     async def _begin_more(self) -> None:
-        free = self._places - sum(not job.done for job in self.jobs)
+        free = self._place.answers - self._going
         more = [self._rest.popleft() for _ in range(min(free, len(self._rest)))]
         await self._begin([await self._prepared(one) for one in more])
 
     async def _fill(self) -> None:
         """Begins more in the places of those that ended."""
         try:
+            self._place.fit(self._going, len(self._rest))
             await self._begin_more()
         except Exception as error:
             self._rest.clear()
@@ -193,11 +197,14 @@ class Run:
         self._changed.wake()
         if self._filling is not None or not self._begun:
             return
-        going = sum(not job.done for job in self.jobs)
-        if self._rest and going < self._places:
+        if self._rest and self._going < self._place.answers:
             self._filling = asyncio.ensure_future(self._fill())
-        elif self.at_end and self._ending is None and not going and not self._rest:
+        elif self.at_end and self._ending is None and not self._going and not self._rest:
             self._ending = asyncio.ensure_future(self.at_end())
+
+    @property
+    def _going(self) -> int:
+        return sum(not job.done for job in self.jobs)
 
     def fail(self, error: BaseException) -> None:
         """The engine broke down; from any thread."""
@@ -250,27 +257,11 @@ class Run:
 
     def usage(self) -> dict[str, object]:
         """Tokens, as OpenAI counts them, and why those that were computed had to be."""
-        prompt = sum(job.prompt_tokens for job in self.firsts)
-        made = sum(len(job.token_ids) for job in self.jobs)
-        cached = sum(job.sequence.cached for job in self.firsts)
-        details: dict[str, object] = {"cached_tokens": cached}
-        reasons = [job.sequence.miss for job in self.firsts if job.sequence.miss]
-        if reasons and prompt > cached:
-            details["cache_miss"] = {"reason": reasons[0], "tokens": prompt - cached}
-        return {
-            "prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made,
-            "prompt_tokens_details": details,
-        }  # fmt: skip
+        return usage(self.jobs, self.firsts)
 
     def memory(self) -> dict[str, int]:
         """What the jobs held when they ended, and at most."""
-        held = [job.held for job in self.jobs if job.held]
-        return {
-            "pages": sum(h.pages for h in held),
-            "pages_shared": sum(h.pages_shared for h in held),
-            "bytes": sum(h.bytes for h in held),
-            "peak_bytes": sum(job.peak_bytes for job in self.jobs),
-        }
+        return memory(self.jobs)
 
     def timings(self) -> dict[str, float]:
         """Under llama.cpp's names; of several choices, from the first start to the last token."""

@@ -177,10 +177,12 @@ async def _started(state: State, ask: Ask) -> AsyncIterator[Run]:
     """A request's turn: it waits for it, runs, and everything is given back at the end."""
     _check_lengths(ask)
     async with AsyncExitStack() as stack:
-        places = min(max(len(ask.prompts) * ask.n, 1), state.admission.max_running)
+        scored = ask.scores is not None  # one prompt after the other
+        wanted = ask.n if scored else max(len(ask.prompts) * ask.n, 1)
         state.records.asked(ask)
-        await stack.enter_async_context(state.admission.enter(ask.key, ask.priority, places))
-        run = Run(ask, state.news, state.compilers, state.settings.speculate, places)
+        entering = state.admission.enter(ask.key, ask.priority, wanted)
+        place = await stack.enter_async_context(entering)
+        run = Run(ask, state.news, state.compilers, state.settings.speculate, place)
         state.runs.add(run)
         state.records.runs(run)
         stack.callback(state.runs.discard, run)

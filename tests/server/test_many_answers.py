@@ -80,6 +80,22 @@ def test_a_reader_who_does_not_read_keeps_no_places(few: Rig) -> None:
             time.sleep(0.02)
 
 
+def test_many_answers_keep_nobody_waiting(few: Rig) -> None:
+    """They begin though somebody else runs, and whoever comes later is not behind all of them."""
+    long = {"prompt": "a", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    many = {"prompt": PROMPTS * 40, "max_tokens": 60, "ignore_eos": True, "stream": True}
+    with few.http.stream("POST", "/v1/completions", json=long) as other:
+        reads = other.iter_lines()
+        next(reads)
+        with few.http.stream("POST", "/v1/completions", json=many) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            few.complete("b", 2)
+            (run,) = [run for run in few.state.runs if run.choices > 1]
+            assert len(run.jobs) < run.choices / 2
+    few.idle()
+
+
 def test_one_that_fails_ends_all(few: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     begin, calls = Run._begin, 0
 

@@ -173,6 +173,27 @@ def test_who_leaves_the_queue_is_not_let_in() -> None:
     asyncio.run(main())
 
 
+def test_many_answers_take_what_is_free_and_give_way() -> None:
+    async def main() -> None:
+        queue = Admission(4, 10)
+        async with queue.enter("a", 0, 1), queue.enter("b", 0, 64) as wide:
+            assert wide.answers == 3 and queue.running == 4
+            order: list[str] = []
+            late = asyncio.create_task(entered(queue, order, "late", "c", 0))
+            await asyncio.sleep(0)
+            wide.fit(going=2, more=61)
+            assert wide.answers == 2 and queue.running == 4  # one is for whoever waited
+            await late
+            assert queue.running == 3
+            wide.fit(going=0, more=61)
+            assert wide.answers == 3 and queue.running == 4
+            wide.fit(going=0, more=2)
+            assert wide.answers == 2 and queue.running == 3
+        assert order == ["late"] and queue.running == 0
+
+    asyncio.run(main())
+
+
 def test_a_late_key_is_served_between_anothers_requests(tmp_path: Path) -> None:
     """Over HTTP: one key fills the server, another asks once and does not wait for all of it."""
     with serving(tmp_path, max_running=1, api_keys=("greedy", "modest")) as rig:
