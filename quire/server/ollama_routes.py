@@ -14,15 +14,17 @@ from starlette.responses import Response
 from quire.server import turn as turns
 from quire.server.chat_routes import ChatBody, begin_chat
 from quire.server.completions_routes import CompletionBody, begin_completion
-from quire.server.conversation import spoken
+from quire.server.conversation import Spoken, spoken
 from quire.server.dialect import LineStream, line
 from quire.server.errors import ApiError
+from quire.server.logprobs import chat_form
 from quire.server.models import ServedModel
 from quire.server.run import Run
 from quire.server.state import State
 from quire.server.turn import Turn
 from quire.server.wire import JSON, as_json, read_as
 from quire.text.answers import Answer
+from quire.types import TokenLogprob
 
 _DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
 _NAMES = {"repeat_penalty": "repetition_penalty", "num_predict": "max_tokens"}
@@ -40,6 +42,8 @@ class OllamaBody(msgspec.Struct, kw_only=True):
     format: str | dict[str, Any] | None = None
     stream: bool | None = None
     think: bool | str | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
     session_id: str | None = None
     cache_salt: str | None = None
 
@@ -55,7 +59,8 @@ class OllamaBody(msgspec.Struct, kw_only=True):
             schema = self.format if isinstance(self.format, dict) else {"type": "object"}
             fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
         return {
-            **fields, "stream": self.streams, "model": self.model.removesuffix(":latest"),
+            **fields, "logprobs": self.logprobs, "top_logprobs": self.top_logprobs,
+            "stream": self.streams, "model": self.model.removesuffix(":latest"),
             "session_id": self.session_id, "cache_salt": self.cache_salt,
         }  # fmt: skip
 
@@ -208,30 +213,39 @@ def _refused_line(error: ApiError) -> bytes:
     return line(error.as_ollama())
 
 
-async def _parts(run: Run) -> AsyncGenerator[tuple[Answer, str | None], None]:
+async def _parts(run: Run) -> AsyncGenerator[Spoken, None]:
     """What comes, with or without a template."""
     if run.ask.chat is None:
         async for delta in run.deltas():
-            yield Answer(delta.text), delta.finish_reason
+            yield Spoken(0, Answer(delta.text), delta.logprobs, delta.finish_reason)
     else:
         async for part in spoken(run):
-            yield part.answer, part.finish_reason
+            yield part
+
+
+def _logprobs(run: Run, logprobs: list[TokenLogprob]) -> dict[str, Any]:
+    """Of the tokens that came, where that was asked for."""
+    if run.ask.sampling.logprobs is None:
+        return {}
+    return {"logprobs": chat_form(run.ask.model.llm.tokenizer, logprobs)["content"]}
 
 
 async def _whole(run: Run, form: Any) -> dict[str, Any]:
-    said, finish = Answer(), "stop"
-    async for part, reason in _parts(run):
-        said, finish = said + part, reason or finish
-    return {**_head(run), **form(said), **_end(run, finish)}
+    said, finish, logprobs = Answer(), "stop", []
+    async for part in _parts(run):
+        said, finish = said + part.answer, part.finish_reason or finish
+        logprobs += part.logprobs
+    return {**_head(run), **form(said), **_end(run, finish), **_logprobs(run, logprobs)}
 
 
 async def _lines(turn: Turn, form: Any) -> AsyncGenerator[bytes, None]:
     run, finish = turn.run, "stop"
     try:
-        async for part, reason in _parts(run):
-            finish = reason or finish
-            if part:
-                yield line({**_head(run), **form(part), "done": False})
+        async for part in _parts(run):
+            finish = part.finish_reason or finish
+            if part.answer or part.logprobs:
+                told = {**form(part.answer), **_logprobs(run, part.logprobs)}
+                yield line({**_head(run), **told, "done": False})
         yield line({**_head(run), **form(Answer()), **_end(run, finish)})
     except Exception as error:
         yield _refused_line(turn.state.told(error))

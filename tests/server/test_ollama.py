@@ -63,6 +63,29 @@ def test_formats_are_kept_to(client: Any) -> None:
     assert json.loads(made.message.content)["n"] in (1, 2)
 
 
+@pytest.mark.parametrize("raw", [True, False])
+def test_logprobs_are_those_of_openais_form(rig: Rig, client: Any, raw: bool) -> None:
+    body: dict[str, Any] = {
+        "model": "tiny-dense", "options": {"temperature": 0, "num_predict": 4}, "logprobs": True,
+        "top_logprobs": 2,
+    }  # fmt: skip
+    if raw:
+        made = client.generate(prompt="It was", raw=True, **body)
+        parts = list(client.generate(prompt="It was", raw=True, stream=True, **body))
+        plain = rig.post(
+            "/v1/completions", prompt="It was", max_tokens=4, temperature=0, logprobs=True,
+            top_logprobs=2,
+        )  # fmt: skip
+    else:
+        made = client.chat(messages=turns("Hello"), **body)
+        parts = list(client.chat(messages=turns("Hello"), stream=True, **body))
+        plain = rig.chat("Hello", max_tokens=4, logprobs=True, top_logprobs=2)
+    wanted = [one["logprob"] for one in plain["choices"][0]["logprobs"]["content"]]
+    assert [one.logprob for one in made.logprobs] == wanted
+    assert [one.logprob for part in parts for one in part.logprobs or []] == wanted
+    assert len(made.logprobs[0].top_logprobs) == 2
+
+
 def test_models_are_told(rig: Rig, client: Any) -> None:
     (model,) = client.list().models
     assert model.model == "tiny-dense" and model.size > 0
