@@ -46,19 +46,6 @@ def test_an_error_says_which_field_it_is_about(rig: Rig, path: str, field: str, 
     assert rig.refused(400, path, **{**text, field: value})["param"] == field
 
 
-def test_an_error_says_which_name_it_is_about(rig: Rig) -> None:
-    rig.post("/v1/sessions", id="named")
-    for status, verb, field, value in (
-        (400, "fork", "id", ""), (409, "fork", "id", "named"), (400, "checkpoint", "name", "/"),
-        (400, "rewind", "to", ".."), (404, "rewind", "to", "nowhere"), (400, "save", "name", ""),
-    ):  # fmt: skip
-        error = rig.refused(status, f"/v1/sessions/named/{verb}", **{field: value})
-        assert error["param"] == field
-    error = rig.refused(400, CHAT, messages=turns("a"), logprobs=True, top_logprobs=-1)
-    assert error["param"] == "top_logprobs"
-    rig.http.delete("/v1/sessions/named")
-
-
 def test_what_is_missing_is_named(rig: Rig) -> None:
     for path, field in ((CHAT, "messages"), ("/detokenize", "tokens")):
         assert rig.refused(400, path)["param"] == field

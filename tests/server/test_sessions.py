@@ -140,6 +140,21 @@ def test_names_that_are_none(rig: Rig, name: str) -> None:
     rig.http.delete("/v1/sessions/six")
 
 
+def test_an_error_says_which_name_it_is_about(rig: Rig) -> None:
+    rig.post("/v1/sessions", id="named")
+    for status, verb, field, value in (
+        (400, "fork", "id", ""), (409, "fork", "id", "named"), (400, "checkpoint", "name", "/"),
+        (400, "rewind", "to", ".."), (404, "rewind", "to", "nowhere"), (400, "save", "name", ""),
+    ):  # fmt: skip
+        error = rig.refused(status, f"/v1/sessions/named/{verb}", **{field: value})
+        assert error["param"] == field
+    error = rig.refused(
+        400, "/v1/chat/completions", messages=turns("a"), logprobs=True, top_logprobs=-1
+    )
+    assert error["param"] == "top_logprobs"
+    rig.http.delete("/v1/sessions/named")
+
+
 def test_links_are_not_followed(rig: Rig, tmp_path: Path) -> None:
     rig.post("/v1/sessions", id="seven", prompt=STORY)
     rig.post("/v1/sessions/seven/save", name="real")
