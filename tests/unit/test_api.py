@@ -182,7 +182,7 @@ def test_one_bad_request_of_a_batch_leaves_nothing_behind(llm: quire.LLM) -> Non
 
 def test_weights_beyond_the_budget_are_refused_before_they_are_loaded(path: Path) -> None:
     seen: list[int] = []
-    with pytest.raises(quire.errors.BudgetError, match=r"needs .*weights"):
+    with pytest.raises(quire.errors.BudgetError, match="weights"):
         quire.load(path, memory_budget=100_000, progress=lambda done, _: seen.append(done))
     assert not seen
 
