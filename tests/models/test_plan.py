@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,32 +14,19 @@ from click.testing import CliRunner
 
 import quire
 from quire.cli import main
-from quire.devices.budget import Budget
 from quire.errors import DoesNotFit, FileError, RequestError
 from quire.memory.build import attention_layout
 from quire.models.loader import MIXER, OUTPUT, Part
 from quire.ops import count_bytes
 from quire.placement.kernels import Kernels
 from tests import tiny
+from tests.budgets import peaks
 from tests.gguf_export import export
 from tests.model_folders import MODELS, RANDOM, TRAINED, model_folder
 
+__all__ = ["peaks"]
 N_CTX = 640
 PROMPT = [int(i) for i in np.random.default_rng(2).integers(3, 250, 512)]
-
-
-@pytest.fixture
-def peaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, int]]:
-    """The most that each budget has held."""
-    found: dict[int, int] = {}
-    reserve = Budget.reserve
-
-    def noted(self: Budget, n_bytes: int, what: str) -> None:
-        reserve(self, n_bytes, what)
-        found[id(self)] = max(found.get(id(self), 0), self.used)
-
-    monkeypatch.setattr(Budget, "reserve", noted)
-    yield found
 
 
 def filled(path: Path, peaks: dict[int, int], **settings: Any) -> list[tuple[str, int, int]]:

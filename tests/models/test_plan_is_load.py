@@ -7,7 +7,6 @@ need not fit as long as a short one does.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,30 +15,18 @@ import pytest
 
 import quire
 from quire.api import plan as planning
-from quire.devices.budget import Budget
 from quire.errors import DoesNotFit, QuireError
 from quire.placement.speed import Bandwidth
+from tests.budgets import peaks
 from tests.model_folders import MODELS, TRAINED
+
+__all__ = ["peaks"]
 
 
 @pytest.fixture(autouse=True)
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     """How fast the machine is makes no difference here."""
     monkeypatch.setattr(planning, "measure", lambda ops, kind: Bandwidth(1.0, 2.0, 3.0))
-
-
-@pytest.fixture
-def peaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, int]]:
-    """The most that each budget has held."""
-    found: dict[int, int] = {}
-    reserve = Budget.reserve
-
-    def noted(self: Budget, n_bytes: int, what: str) -> None:
-        reserve(self, n_bytes, what)
-        found[id(self)] = max(found.get(id(self), 0), self.used)
-
-    monkeypatch.setattr(Budget, "reserve", noted)
-    yield found
 
 
 def wish(rng: random.Random, name: str) -> dict[str, Any]:
