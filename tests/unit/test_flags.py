@@ -161,8 +161,9 @@ def test_what_cannot_be_planned_is_a_sentence(
 def test_an_interrupt_ends_without_a_word(path: str) -> None:
     words = ["run", "hello", "-m", path, "-n", "-1", "--ignore-eos", "-c", "100000"]
     child = subprocess.Popen(
-        [sys.executable, "-m", "quire", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+        [sys.executable, "-m", "quire", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's & ignores it
+    )  # fmt: skip
     assert child.stdout is not None
     child.stdout.read(1)
     time.sleep(0.1)
