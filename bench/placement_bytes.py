@@ -23,7 +23,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-ALLOWED, MIB = 0.02, 1 << 20
+ALLOWED, MIB, PROMPT = 0.02, 1 << 20, 512
 SHARES = 3
 """Processes that `every` is shared among."""
 SLACK = 50 * MIB
@@ -62,8 +62,8 @@ def measured(model: str, n: int, n_ctx: int, context: int) -> dict[str, Any]:
     with load(model, device="cuda", n_gpu_layers=n, n_ctx=n_ctx) as llm:
         torch.cuda.reset_peak_memory_stats()  # what packing took is given back
         idle_host(llm)
-        run(llm, n_ctx)
-        found = facts(llm)
+        with run(llm, n_ctx):
+            found = facts(llm)
         plan = planned(llm)
     torch.cuda.empty_cache()
     whole = plan["total"] - plan["libraries"] + described("cuda:0", 0).libraries
@@ -87,14 +87,25 @@ def idle_host(llm: Any) -> None:
     decoder._calls = calls
 
 
-def run(llm: Any, n_ctx: int) -> None:
-    """Everything once eagerly, then recorded, then with another tail."""
-    vocab = llm.model.n_vocab
-    for times, tail in ((2, 200), (1, 132)):
-        for turn in range(times):
-            llm.forget()  # nobody plans for cached prefixes
-            ids = [((7 + turn) * i + 3) % (vocab - 10) + 5 for i in range(n_ctx - tail)]
-            llm.generate(ids, max_tokens=tail, ignore_eos=True)
+def run(llm: Any, n_ctx: int) -> Any:
+    """Steps of every size first eagerly, then recorded, then eagerly beside that, since tokens are
+    chosen another way. A session that has filled the context is what stays."""
+    whole, vocab = (n_ctx - 64) // PROMPT * PROMPT, llm.model.n_vocab
+
+    def prompt(turn: int, tokens: int) -> list[int]:
+        return [((7 + turn) * i + 3) % (vocab - 10) + 5 for i in range(tokens)]
+
+    long = n_ctx - 200
+    turns = [(long, 200, 0.0)] * 2 + [(whole + 64, 9, 0.0), (whole, 1, 0.7), (long, 1, 0.7)]
+    for turn, (tokens, answer, temperature) in enumerate(turns):
+        ids = prompt(turn, tokens)
+        llm.generate(ids, max_tokens=answer, ignore_eos=True, temperature=temperature)
+        llm.forget()  # nobody plans for cached prefixes
+    session = llm.session()
+    session.append(prompt(len(turns), long))
+    session.generate(max_tokens=200, ignore_eos=True)
+    llm.forget()
+    return session
 
 
 def facts(llm: Any) -> dict[str, int]:

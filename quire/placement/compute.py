@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, cached_property
 from typing import Any
 
@@ -23,8 +23,15 @@ from quire.weights.file import WeightFile
 
 PROMPT = 512
 """Tokens of a step, at most; that of the engine's scheduler."""
+_TAILS = 384, 256, 128, 64
+"""Tokens of the last step of a prompt, for which a GPU takes other products and attention."""
+_BEGUN, _SENT = -1000, -1001  # rows that come from elsewhere: where they are put, and as they come
 _ODD = 8 << 20
 """What a GPU has besides: tables and counters of steps, and the rest of pieces of memory."""
+
+
+_Noted = tuple[Trace, Iterable[Trace], Trace]
+"""What a step has from its start on, what its parts take one after the other, and its end."""
 
 
 class _Anywhere(dict[int, tuple[int, int]]):
@@ -197,8 +204,10 @@ def _held(
     """With each different trace once: layers that are alike use the same blocks again."""
     fixed = look.vectors(parts)
     different = dict.fromkeys(look.like[part] for part in sorted(parts) if part in look.like)
-    steps = []
-    for step in steps_of(n_ctx, sequences):
+    steps: list[_Noted] = []
+    tails = [Step(tail, 1, n_ctx) for tail in _TAILS if tail < n_ctx] if kind == "cuda" else []
+    prompts, *decoding = steps_of(n_ctx, sequences)
+    for step in [prompts, *tails, *decoding]:
         traces, around = look.traces(step), look.around(step, parts)
         mine = dict.fromkeys(traces[part] for part in different)
         if step.tokens == 1:
@@ -206,26 +215,28 @@ def _held(
         steps.append((around, mine, tuple((key, 0) for key, _ in around)))
     if kind == "cpu":
         arena = Arena()
-        for around, mine, end in steps:
-            arena.run([around, *mine, end])
+        for around, taken, end in steps:
+            arena.run([around, *taken, end])
         return fixed + arena.held
     if kind == "cuda":
-        rows = min(PROMPT, n_ctx) * look.model.width * 4
-        return fixed + look.counts(parts, sequences) + _on_gpu(look, parts, steps, rows)
+        return fixed + look.counts(parts, sequences) + _on_gpu(look, parts, steps)
     return fixed + max(peak_bytes([around, *mine, end], 512) for around, mine, end in steps)
 
 
-def _on_gpu(look: Rehearsal, parts: frozenset[Part], steps: Sequence[Any], rows: int) -> int:
-    """Steps run for the first time, beside those that are recorded, and what both begin with."""
+def _on_gpu(look: Rehearsal, parts: frozenset[Part], steps: Sequence[_Noted]) -> int:
+    """Steps that run for the first time, beside those that are recorded."""
     n_layers = look.model.n_layers
-    mixers = sum(part.kind == MIXER for part in parts)
     recorded = {Part(OUTPUT), Part(MIXER, n_layers - 1)} <= parts
-    arena = TorchArena()
+    split = sum(part.kind == MIXER for part in parts) < n_layers
+    eager, again = TorchArena(), TorchArena()
+    if recorded and split:
+        eager.take(_BEGUN, PROMPT * look.model.width)
     for around, mine, end in steps:
-        for trace in (around, *mine, end):
-            arena.run(trace)
-    begun = rows if recorded and mixers < n_layers else 0
-    return arena.held * (2 if recorded else 1) + begun + _ODD
+        if recorded:
+            again.run([around, *mine, end])
+        sent = ((_SENT, around[0][1]),) if split and around else ()
+        eager.run([(*sent, *around), *mine, (*end, *((key, 0) for key, _ in sent))])
+    return eager.held + again.held + _ODD
 
 
 def rehearse(file: WeightFile, ops: Ops, kind: str, settings: LoadConfig) -> Rehearsal:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from quire.ops import Heads
@@ -11,6 +12,8 @@ from quire.placement.rehearsal import MatrixShape, RehearsedOps, Shape, Walked
 _FEW, _SOME = 4, 64  # tokens that products have kernels of their own for
 _SLICES, _SLICED_BELOW = 8, 1300 * 16  # of a product of some tokens with few rows
 _SPAN, _RELATED = 128, 36  # tokens that attention joins; floats that a recurrence prepares
+_TILES, _FULL, _BLOCKS = (16, 64), 264, 128  # of prompts' attention: tokens, and programs
+_LEAST_PAGES = 32
 _MIB = 1 << 20
 _ROUND, _SMALL, _LARGE, _OWN = 512, _MIB, 20 * _MIB, 10 * _MIB
 
@@ -21,6 +24,7 @@ class RehearsedCuda(RehearsedOps):
     def __init__(self, real: Any, hopper: bool) -> None:
         super().__init__(real, None)
         self._hopper = hopper  # quantised weights are multiplied as they are, even by prompts
+        self._plain = True  # keys and values of 16 bits
 
     def _half(self, rows: int, cols: int) -> Shape:
         """Values of 16 bits."""
@@ -39,16 +43,26 @@ class RehearsedCuda(RehearsedOps):
         self._half(2 * x.shape[0], w.cols)
         return out
 
-    def _multiply(self, x: Shape, w: MatrixShape) -> None:
+    def _multiply(self, x: Shape, w: MatrixShape, gated: bool = False) -> None:
         n = x.shape[0]
         if n > _FEW:
             held = [self._half(n, w.cols)]  # the activations
-            x.held = None
-            if n <= _SOME and w.rows < _SLICED_BELOW:
+            self._read(x)
+            if n <= _SOME and w.rows < _SLICED_BELOW and not gated:
                 held.append(Shape(self, _SLICES * n, w.rows))
             if n > _SOME and w.quantized and (w.formats > 1 or not self._hopper):
                 held.append(self._half(w.rows, w.cols))
             del held
+
+    def _read(self, x: Shape) -> None:
+        """Values that were left for later are computed."""
+        if x.later:
+            Shape(self, 1, x.later)
+        x.later, x.held = 0, None
+
+    def gate_sigmoid(self, x: Shape, gate: Shape) -> Shape:
+        self._read(x)
+        return x
 
     def network(
         self, x: Shape, gate_up: MatrixShape, down: MatrixShape, norm: Any, eps: float, act: int,
@@ -59,7 +73,7 @@ class RehearsedCuda(RehearsedOps):
             return self.linear(self.linear(x, gate_up), down, into=into)
         narrow = n > _FEW and not down.quantized
         middle = (self._half if narrow else self._whole)(n, down.cols)
-        self._multiply(x, gate_up)
+        self._multiply(x, gate_up, gated=True)
         out = into or Shape(self, n, down.rows)
         if not narrow:
             self._multiply(middle, down)
@@ -83,6 +97,10 @@ class RehearsedCuda(RehearsedOps):
         del logits, sorted_, middle, y
         return into
 
+    def heads(self, heads: Heads, type_k: str, type_v: str, *_: Any) -> Heads:
+        self._plain = type_k == type_v in ("f16", "bf16")
+        return heads
+
     def attention(
         self, qkv: Shape, heads: Heads, pages: Any, rope: Any, k: int, v: int, store: bool = True
     ) -> Shape:
@@ -90,10 +108,30 @@ class RehearsedCuda(RehearsedOps):
         out = Shape(self, n, heads.n_heads * heads.head_dim_v)
         if step.tokens > 1:  # what it asks with, until somebody reads what it finds
             out.held = qkv, self._half(n, heads.n_heads * heads.head_dim_k)
+            out.later = self._spans(heads) * n * heads.n_heads * (heads.head_dim_v + 2)
         else:
             spans = -(-step.context // _SPAN)
             Shape(self, spans * n, heads.n_heads * (heads.head_dim_v + 2))
         return out
+
+    def _spans(self, heads: Heads) -> int:
+        """Spans of a prompt's attention that run in parallel: `spans_at_once` of attention.py."""
+        step, kv, wide = self.step, heads.n_kv_heads, max(heads.head_dim_k, heads.head_dim_v)
+        group = heads.n_heads // kv
+
+        def programs(size: int) -> int:
+            return (step.tokens * step.sequences // size + step.sequences) * kv
+
+        size = max((size for size in _TILES if size * group <= 64), default=0)
+        narrow = heads.head_dim_k == heads.head_dim_v == 128 and not heads.softcap
+        takes = self._hopper and self._plain and narrow and size * group > 32
+        if takes and programs(size) >= _BLOCKS:
+            return 0
+        size = _TILES[group * _TILES[1] <= (64 if wide > 128 else 128)]
+        pages = max(1 << (-(-step.context // 16) - 1).bit_length(), _LEAST_PAGES)
+        most = (pages * 16 - 1) // _SPAN + 2
+        few = programs(size)
+        return min(1 + -(-2 * _FULL // few), most) if few < _FULL else 0
 
     def recur(self, x: Shape, layer: Walked, states: Any, state: int, log: int) -> Shape:
         n = x.shape[0]
@@ -146,7 +184,8 @@ class TorchArena:
                 size, at = size + piece[0], min(at, piece[2])
         free.append((size, segment, at))
 
-    def run(self, trace: Trace) -> None:
-        """What a trace takes and gives."""
-        for key, floats in trace:
-            self.take(key, floats) if floats else self.give(key)
+    def run(self, traces: Iterable[Trace]) -> None:
+        """What traces take and give, one after the other."""
+        for trace in traces:
+            for key, floats in trace:
+                self.take(key, floats) if floats else self.give(key)

@@ -38,12 +38,22 @@ class GroupFacts:
     up_front: bool = False
     """Whether all of these are taken at the start."""
 
-    def needed(self, layers: int, n_ctx: int, sequences: int, checkpoints: int) -> list[int]:
-        """Bytes of each pool that so many layers take, before they are rounded to granules."""
+    def needed(
+        self, layers: int, n_ctx: int, sequences: int, checkpoints: int, granule: int
+    ) -> list[int]:
+        """Bytes of each pool that so many layers take, in whole granules."""
+        pages, *sizes = self._pages(layers, n_ctx, sequences, checkpoints)
+        # Large pages lie where cached ones left room: an idle one often apart from those in use.
+        apart = self.kind == "recurrent"
+        each = (pages * size + apart * min(size, granule) for size in sizes)
+        return [-(-size // granule) * granule for size in each]
+
+    def _pages(self, layers: int, n_ctx: int, sequences: int, checkpoints: int) -> list[int]:
+        """How many, and the bytes of one in each pool."""
         if self.kind == "recurrent":
             # As many pages stay idle as the next step is likely to fold into.
             pages = sequences + checkpoints + 1 + sequences // self.log_tokens
-            return [pages * layers * self.state_bytes, pages * layers * self.log_bytes]
+            return [pages, layers * self.state_bytes, layers * self.log_bytes]
         pages = -(-n_ctx // self.page_tokens)
         if self.window is not None:
             most = -(-self.window // self.page_tokens) + 1
@@ -54,7 +64,7 @@ class GroupFacts:
         total = pages * sequences + held
         if self.most_pages is not None:
             total = self.most_pages if self.up_front else min(total, self.most_pages)
-        return [total * layers * self.page_bytes]
+        return [total, layers * self.page_bytes]
 
     def most_sequences(self, n_ctx: int) -> float:
         """How many of so many tokens have pages at once, however many bytes there are."""

@@ -272,10 +272,10 @@ def _memory(
     mixers = {part.layer for part in parts if part.kind == MIXER}
     for group in model.groups:
         if here := len(mixers & group.layers):
-            each = group.needed(here, load.n_ctx, load.sequences, load.checkpoints)
+            wanted = load.n_ctx, load.sequences, load.checkpoints
+            each = group.needed(here, *wanted, device.granularity)
             names = [group.name] if len(each) == 1 else [f"{group.name} state", f"{group.name} log"]
-            for name, size in zip(names, each, strict=True):
-                sizes[name] = -(-size // device.granularity) * device.granularity
+            sizes |= zip(names, each, strict=True)
     return sizes
 
 

@@ -29,6 +29,8 @@ class Shape:
         self._ops, self._key = ops, ops.take(rows * cols)
         self.held: object = None
         """What stays as long as this, or until it is read."""
+        self.later = 0
+        """Floats that are taken for a moment when it is first read."""
 
     def __del__(self) -> None:
         self._ops.events.append((self._key, 0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import quire
 from quire.devices import cuda
 from quire.errors import BudgetError
 from quire.models.loader import DOWN, EXPERTS, Part
-from quire.ops import Refused
+from quire.ops import Heads, Refused
+from quire.placement.cuda_arrays import RehearsedCuda
 from quire.placement.cuda_sizes import DescribedCuda, packed_bytes
+from quire.placement.kernels import Step
 from tests import random_hybrids
 from tests.model_folders import MODELS, TRAINED, model_folder
 
@@ -39,6 +42,25 @@ def test_sizes_without_a_gpu_are_those_with_one() -> None:
             assert told == FORMATS[kind].nbytes(rows, cols), (kind, rows, cols)
     several = [(12, 40, 256), (12, 24, 256), (14, 8, 256), (30, 5, 256)]
     assert DescribedCuda(1).packed_bytes(several) == matrices.packed_bytes(several)
+
+
+def test_spans_without_a_gpu_are_those_with_one() -> None:
+    """That prompts attend to in parallel, each of which takes memory."""
+    from quire.ops.cuda.attention import spans_at_once, triton_tile
+    from quire.ops.cuda.machine import power_of_two
+    from quire.ops.cuda.paged import KINDS, Layer, PageShape
+
+    rehearsed: Any = RehearsedCuda(None, hopper=False)
+    for counts, dim in product(((32, 8), (16, 4), (9, 3), (1, 1), (64, 2)), (64, 128, 256)):
+        heads = Heads(*counts, dim, dim, scale=1.0)
+        layer = Layer(heads, KINDS["f16"], KINDS["f16"], None, None, 1e-6)
+        for tokens, sequences, context in product((16, 48, 384, 512), (1, 3), (500, 2048, 40_960)):
+            pages = power_of_two(-(-context // 16), 32)
+            n = tokens * sequences
+            shape = PageShape(n, sequences, pages, 16, 0, single=False, holes=0)
+            programs = shape.tiles(triton_tile(layer)) * heads.n_kv_heads
+            rehearsed.step = Step(tokens, sequences, context)
+            assert rehearsed._spans(heads) == spans_at_once(programs, shape.spans)
 
 
 def held(llm: quire.LLM) -> int:

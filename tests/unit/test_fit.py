@@ -146,9 +146,9 @@ def test_torch_holds_segments() -> None:
     for key in live:
         arena.give(key)
     trace = tuple([(i, 1 << i) for i in range(24)] + [(i, 0) for i in range(24)])
-    arena.run(trace)
+    arena.run([trace])
     held = arena.held
-    arena.run(trace)
+    arena.run([trace])
     assert arena.held == held
 
 
