@@ -20,7 +20,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from quire.ops import Draw, Heads, Rope
-from quire.ops.cuda import CudaOps, Machine, attend_native, drawing
+from quire.ops.cuda import CudaOps, Machine, attend_native, attention, drawing
 from quire.ops.cuda.stage import Stage
 from tests.cuda import pages_rig, sides
 from tests.cuda import test_cuda_every as every
@@ -81,6 +81,9 @@ def _attend() -> None:
             rig.got.run(step, rig.values(len(step[1])))
             cols = heads.n_heads * heads.head_dim_k
             rig.got.run(step, rig.values(len(step[1]))[:, :cols].copy(), store=False)
+    attention.spans_at_once = lambda *_: 2  # in waves
+    step = rig.tables.add([(0, 200)])
+    rig.got.run(step, rig.values(200))
 
 
 def _sample(ops: CudaOps) -> None:

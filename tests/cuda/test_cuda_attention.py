@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from quire.ops import Heads, Refused
+from quire.ops.cuda import attention
 from tests.cuda.pages_rig import Rig, Work, full_rope
 from tests.cuda.sides import GPU, close, same_bits
 
@@ -74,6 +75,28 @@ def test_windows(window: int) -> None:
 
 def test_softcap() -> None:
     check(Rig(Heads(4, 2, 64, 64, scale=2.0, softcap=30.0), "f32", "f32"), STEPS)
+
+
+@pytest.mark.parametrize("window", [0, 300] if GPU else [0])
+def test_waves_of_spans_change_no_bit(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many spans there is room for at once: what waves merged before is one of them."""
+    rig = Rig(Heads(2, 1, 32, 32, scale=0.2, window=window))
+    length = 700 if GPU else 300
+    rig.got.run(rig.tables.add([(0, length)]), rig.values(length, 0))
+    step = rig.tables.add([(0, 21), (1, 3)])
+    qkv = rig.values(24, 1)
+    want = rig.got.run(step, qkv)
+    for spans in (0, 2, 3):
+        monkeypatch.setattr(attention, "spans_at_once", lambda *_, spans=spans: spans)
+        same_bits(rig.got.run(step, qkv), want)
+
+
+def test_spans_at_once_are_bounded() -> None:
+    """Memory for them is that of the programs that a GPU runs at a time, however long a context."""
+    for programs in (1, 8, 100, 263):
+        most = [attention.spans_at_once(programs, spans) for spans in (2, 17, 321, 10_000)]
+        assert most == sorted(most) and most[-1] * programs <= 4 * 264 + programs
+    assert attention.spans_at_once(264, 321) == 0
 
 
 @pytest.mark.parametrize("window", [0, 20])

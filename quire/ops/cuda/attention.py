@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,31 +162,56 @@ class Attention(Arrays):
         if size := prompt_tile(self.machine, call.layer, pages, call.offsets):
             attend_prompt(self.machine, call.layer, pages, call.offsets, size, queries, out)
             return
-        group = h.n_heads // h.n_kv_heads
-        size = TILES[1] if group * TILES[1] <= _most(call.layer) else TILES[0]
-        tile = _tile(call.layer, shape.page_tokens, size, self.machine)
+        size = triton_tile(call.layer)
         tiles = pages.tiles(size)
-        n_tiles, n_queries = tiles.shape[1], shape.tokens * h.n_heads
-        split = n_tiles * h.n_kv_heads < _FULL
-        spans = shape.spans if split else 1
+        programs, n_queries = tiles.shape[1] * h.n_kv_heads, shape.tokens * h.n_heads
+        at_once = spans_at_once(programs, shape.spans)
         parts = tops = masses = out
-        if split:
-            parts = self.machine.empty(spans, n_queries, h.head_dim_v)
-            tops, masses = self.machine.empty(2, spans, n_queries)
+        if at_once:
+            parts = self.machine.empty(at_once, n_queries, h.head_dim_v)
+            tops, masses = self.machine.empty(2, at_once, n_queries)
         holes = pages.slot_positions
-        kernels.attend[(n_tiles, h.n_kv_heads, spans)](
-            queries, out, parts, tops, masses, pages.base, pages.tables, pages.first,
-            pages.length, pages.positions, pages.first if holes is None else holes, *tiles,
-            shape.tokens, shape.pages, shape.holes, shape.page_bytes, *call.offsets, h.scale,
-            h.softcap, h.window, CAPPED=h.softcap > 0, HOLES=holes is not None, SPLIT=split,
-            SPAN=SPAN, **call.layer.shapes(shape.page_tokens), **tile,
-            **_ahead(self.machine.launches_ahead),
-        )  # fmt: skip
-        if split:
-            kernels.merge_splits[(triton.cdiv(n_queries, 4),)](
-                out, parts, tops, masses, n_queries, spans, DV=h.head_dim_v,
-                DVP=power_of_two(h.head_dim_v, 32), BM=4, num_warps=1,
+        tile = _tile(call.layer, shape.page_tokens, size, self.machine)
+        for span, count, row in _waves(shape.spans, at_once) if at_once else [(0, 1, 0)]:
+            kernels.attend[(tiles.shape[1], h.n_kv_heads, count)](
+                queries, out, parts[row:], tops[row:], masses[row:], pages.base, pages.tables,
+                pages.first, pages.length, pages.positions,
+                pages.first if holes is None else holes, *tiles, shape.tokens, shape.pages,
+                shape.holes, shape.page_bytes, *call.offsets, h.scale, h.softcap, h.window, span,
+                CAPPED=h.softcap > 0, HOLES=holes is not None, SPLIT=at_once > 0, SPAN=SPAN,
+                **call.layer.shapes(shape.page_tokens), **tile,
+                **_ahead(self.machine.launches_ahead),
             )  # fmt: skip
+            if at_once:
+                kernels.merge_splits[(triton.cdiv(n_queries, 4),)](
+                    out, parts, tops, masses, n_queries, row + count, DV=h.head_dim_v,
+                    DVP=power_of_two(h.head_dim_v, 32), BM=4, LAST=span + count == shape.spans,
+                    num_warps=1,
+                )  # fmt: skip
+
+
+def triton_tile(layer: Layer) -> int:
+    """Tokens of a tile of a prompt."""
+    return TILES[1] if layer.group * TILES[1] <= _most(layer) else TILES[0]
+
+
+def spans_at_once(programs: int, spans: int) -> int:
+    """Spans that run in parallel where programs that take them all are few; 0 where they do not.
+
+    As many as fill the GPU: each takes memory for all queries. They are merged in order, so what
+    was merged before is one more of them.
+    """
+    return min(1 + -(-2 * _FULL // programs), spans) if programs < _FULL else 0
+
+
+def _waves(spans: int, at_once: int) -> Iterator[tuple[int, int, int]]:
+    """The first span of each wave, their number, and where the first is put: behind what is known
+    from the waves before."""
+    span = row = 0
+    while span < spans:
+        count = min(at_once - row, spans - span)
+        yield span, count, row
+        span, row = span + count, 1
 
 
 @dataclass(frozen=True)

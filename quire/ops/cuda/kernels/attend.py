@@ -105,11 +105,11 @@ def _span(
     return most, tl.max(mass, 1), part
 
 
-@triton.jit(do_not_specialize=["n", "table_cols", "position_cols", "window"])
+@triton.jit(do_not_specialize=["n", "table_cols", "position_cols", "window", "span"])
 def attend(
     q, out, parts, tops, masses, base, tables, first, length,
     positions, slot_positions, tile_row, tile_count, tile_seq, n, table_cols, position_cols,
-    page_bytes, k_offset, v_offset, scale, softcap, window,
+    page_bytes, k_offset, v_offset, scale, softcap, window, span,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     DKP: tl.constexpr, DVP: tl.constexpr, TOKENS: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, SPAN: tl.constexpr, TYPE_K: tl.constexpr, TYPE_V: tl.constexpr,
@@ -118,7 +118,8 @@ def attend(
     MULTIPLY: tl.constexpr, CAPPED: tl.constexpr, HOLES: tl.constexpr, SPLIT: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The queries of a tile, of the heads that share a KV head; with SPLIT one span of slots."""
+    """The queries of a tile, of the heads that share a KV head; with SPLIT one span of slots, from
+    `span` on."""
     tile, head = tl.program_id(0), tl.program_id(1)
     if AHEAD:  # it was launched before what it reads was written (programmatic dependent launch)
         gdc_wait()
@@ -147,7 +148,7 @@ def attend(
             low = tl.maximum(tl.min(position, 0) - window + 1 - start, 0)
     first_slot, last_slot = (low + shift) // BN * BN, high + shift
     if SPLIT:
-        mine = tl.program_id(2) * SPAN
+        mine = (span + tl.program_id(2)) * SPAN
         first_slot, last_slot = tl.maximum(first_slot, mine), tl.minimum(last_slot, mine + SPAN)
     best = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
@@ -274,9 +275,10 @@ def decode(
 @triton.jit(do_not_specialize=["n_queries", "n_spans"])
 def merge_splits(
     out, parts, tops, masses, n_queries, n_spans, DV: tl.constexpr, DVP: tl.constexpr,
-    BM: tl.constexpr,
+    BM: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    """Joins the spans of some queries, in order."""
+    """Joins the spans of some queries, in order: what follows is in the place of the first, unless
+    they are the last."""
     query = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     e = tl.arange(0, DVP)
     valid = query < n_queries
@@ -290,5 +292,10 @@ def merge_splits(
         mass = tl.load(masses + at, mask=valid, other=0.0)
         part = tl.load(parts + at[:, None] * DV + e[None, :], mask=stored, other=0.0)
         best, total, result = merge(best, total, result, most, mass, part)
-    result = tl.where(total[:, None] == 0.0, 0.0, result / total[:, None])
-    tl.store(out + query[:, None] * DV + e[None, :], result, mask=stored)
+    if LAST:
+        result = tl.where(total[:, None] == 0.0, 0.0, result / total[:, None])
+        tl.store(out + query[:, None] * DV + e[None, :], result, mask=stored)
+    else:
+        tl.store(tops + query, best, mask=valid)
+        tl.store(masses + query, total, mask=valid)
+        tl.store(parts + query[:, None] * DV + e[None, :], result, mask=stored)
