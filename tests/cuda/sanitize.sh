@@ -13,7 +13,7 @@ small="(matches_the_reference or change_no_bit or many_folds or padding or fille
 or parts_of_several or norms_gates or test_experts or types or windows or holes or turned or moved \
 or draws or penalties or logprobs or cuts or places or stored_already or fills_a_graph) and not large"
 mkdir -p "$out" && rm -f "$out"/*
-export PYTHONPATH="$PWD"
+export PYTHONPATH="$PWD" PYTORCH_NO_CUDA_MEMORY_CACHING=1
 
 check() {  # a tool, a name for its files, a command
     tool="$1" files="$out/$1-$2"
@@ -23,7 +23,7 @@ check() {  # a tool, a name for its files, a command
     echo $? > "$files.exit"
 }
 tests() {  # a tool, a file of tests
-    [ "$2" = choices ] || export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+    [ "$2" = choices ] && unset PYTORCH_NO_CUDA_MEMORY_CACHING
     [ "$2" = every ] && chosen="" || chosen="$small"
     check "$1" "$2" python3 -m pytest -q -x -p no:cacheprovider -p tests.cuda.launches \
         --launches "$out/$1-$2.launches" "tests/cuda/test_cuda_$2.py" -k "$chosen"
