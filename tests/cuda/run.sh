@@ -1,23 +1,25 @@
 #!/bin/sh
-# Everything that a GPU has to show, in one go: each file in a process of its own, since compiling
-# kernels takes most of the time. Prints a short summary last.
+# Every suite, each file in a process of its own, since compiling kernels takes most of the time.
+# `run.sh together` runs those that may run beside others, `run.sh alone` those that count the GPU's
+# free bytes, and take them all. Prints a short summary last.
 cd "$(dirname "$0")/../.." || exit 1
 out="${OUT:-build/cuda}"
 mkdir -p "$out"
-python3 -c "import quire.ops._cpu" 2> /dev/null || (
-    cmake -S . -B build/cuda -G Ninja -Dnanobind_DIR="$(python3 -m nanobind --cmake_dir)" \
-        -DPython_EXECUTABLE="$(command -v python3)" && cmake --build build/cuda && cp build/cuda/_cpu*.so quire/ops/
-) > "$out/build.log" 2>&1 || tail -n 20 "$out/build.log"
+sh tests/cuda/build.sh
 run() {
     python3 -m pytest -q -p no:cacheprovider -rA --tb=short --durations=3 "tests/cuda/$1.py" \
         > "$out/$1.log" 2>&1
     echo "exit $?" >> "$out/$1.log"
 }
-for name in every products attention decode same_bits recurrent convert missing sampling models steps native \
-    sessions memory api choices flying passage smollm2; do run "test_cuda_$name" & done
-wait
-run test_cuda_device  # these alone: they count the GPU's free bytes, and take them all
-run test_cuda_placement
+rm -f "$out"/test_*.log
+if [ "$1" != alone ]; then
+    for name in every products attention decode same_bits recurrent convert missing sampling models steps native \
+        sessions memory api choices flying passage smollm2; do run "test_cuda_$name" & done
+    wait
+fi
+if [ "$1" != together ]; then
+    for name in device placement; do run "test_cuda_$name"; done
+fi
 for log in "$out"/test_*.log; do
     echo "== $(basename "$log" .log): $(tail -n 2 "$log" | tr '\n' ' ')"
     grep -E "^E  " "$log" | cut -c1-160 | sort | uniq -c | sort -rn | head -6
