@@ -33,9 +33,9 @@ def counting(llm: quire.LLM) -> Iterator[Counter[str]]:
         counts["tokens"] += len(batch.tokens)
         return embed(batch)
 
-    def counted_run(x: Any, batch: Any, start: int, stop: int) -> Any:
+    def counted_run(x: Any, batch: Any, start: int, stop: int, **wanted: Any) -> Any:
         counts["rows"] += len(batch.tokens) * (stop - start)
-        return run(x, batch, start, stop)
+        return run(x, batch, start, stop, **wanted)
 
     def counted_copy(work: PageWork, pool: str, source: int, target: int) -> None:
         counts["copies"] += 1

@@ -133,20 +133,26 @@ class Runner:
     def forward(self, plan: Plan, lease: Lease) -> Array:
         """Logits of the rows that the plan wants."""
         start = perf_counter()
-        x = self._with_exit(plan, lease) if plan.exit_after else self.run(lease.ubatch)
-        logits = self.logits(x, plan.wanted_rows(), self.model.n_layers)
+        rows = plan.wanted_rows()
+        if plan.exit_after:
+            x = self._with_exit(plan, lease, rows)
+        else:
+            x = self.run(lease.ubatch, rows=rows)
+        logits = self._logits(x, self.model.ops_after[-1])
         if len(lease.ubatch.tokens) >= _PROMPT:
             self._timed(perf_counter() - start, len(lease.ubatch.tokens))
         return logits
 
     def forward_rows(self, lease: Lease, rows: Any) -> Array:
         """Logits of these rows of the step."""
-        return self.logits(self.run(lease.ubatch), rows, self.model.n_layers)
+        return self._logits(self.run(lease.ubatch, rows=rows), self.model.ops_after[-1])
 
     def logits(self, x: Array, rows: Any, after: int) -> Array:
         """The output of some rows after so many layers."""
         ops = self.model.ops_after[after]
-        x = ops.take_rows(x, rows)
+        return self._logits(ops.take_rows(x, rows), ops)
+
+    def _logits(self, x: Array, ops: Ops) -> Array:
         return self.model.logits(x if ops is self.ops else cross(x, ops, self.ops))
 
     def rows(self, x: Array, rows: Any) -> Array:
@@ -154,14 +160,15 @@ class Runner:
         ops = self.model.ops_after[-1]
         return cross(ops.take_rows(x, rows), ops, self.ops)
 
-    def run(self, ubatch: MicroBatch, stop: int | None = None) -> Array:
-        """Tokens through the first `stop` layers, or all."""
+    def run(self, ubatch: MicroBatch, stop: int | None = None, rows: Int32 | None = None) -> Array:
+        """Tokens through the first `stop` layers, or all; of all rows, or those that are wanted."""
         self.tokens_run += len(ubatch.tokens)
         batch = self._batch(ubatch)
         x = self.model.embed(batch)
-        return self.model.run(x, batch, 0, self.model.n_layers if stop is None else stop)
+        stop = self.model.n_layers if stop is None else stop
+        return self.model.run(x, batch, 0, stop, rows=rows)
 
-    def _with_exit(self, plan: Plan, lease: Lease) -> Array:
+    def _with_exit(self, plan: Plan, lease: Lease, rows: Int32) -> Array:
         """The first layers one draft token after the other, then the others over all of them."""
         lines = [
             Line(row, len(entry.draft), entry.sequence.generation)
@@ -171,7 +178,7 @@ class Runner:
         self.drafted = draft_in_step(self, lease.ubatch, lines, plan.exit_after)
         x = self.model.ops_after[plan.exit_after].array(self.drafted.hidden)
         batch = self._batch(lease.ubatch)
-        return self.model.run(x, batch, plan.exit_after, self.model.n_layers)
+        return self.model.run(x, batch, plan.exit_after, self.model.n_layers, rows=rows)
 
     def _batch(self, ubatch: MicroBatch, only: set[str] | None = None) -> Batch:
         """What a model sees, of all groups or some, once what its pages need is done."""

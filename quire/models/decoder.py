@@ -16,7 +16,7 @@ import numpy as np
 from quire.models.layers import Mixer, Network, total_bytes
 from quire.models.loader import EMBEDDING, MIXER, OUTPUT, Kit, Part
 from quire.models.sizes import Sizes
-from quire.ops import Array, Ops
+from quire.ops import Array, Int32, Ops
 from quire.ops.batch import Batch, cross
 
 if TYPE_CHECKING:
@@ -131,20 +131,29 @@ class Decoder:
         """The batch's tokens as rows of the model's width."""
         return self._enter.embed(self._embedding, batch.tokens, self._scale)
 
-    def run(self, x: Array, batch: Batch, start: int, stop: int, on: Ops | None = None) -> Array:
+    def run(
+        self, x: Array, batch: Batch, start: int, stop: int, on: Ops | None = None,
+        rows: Int32 | None = None,
+    ) -> Array:  # fmt: skip
         """x after layers start … stop-1, in place on one device; each rope's table is made once.
 
-        x is where the layer before left it, or where it is said to be.
+        x is where the layer before left it, or where it is said to be. Where only some rows are
+        wanted, the last network, behind which nobody looks at the others, computes no more.
         """
         tables: dict[int, Array | None] = {}
         groups, here = batch.groups, on or self.ops_after[start]
-        for ops, mix, group, at, there, add in self._calls[start:stop]:
+        wanted = None if rows is None or len(rows) == x.shape[0] else rows
+        last = self._calls[stop - 1]
+        for call in self._calls[start:stop]:
+            ops, mix, group, at, there, add = call
             if at not in tables:
                 rope = self._ropes[at]
                 tables[at] = None if rope is None else ops.rope_table(rope, batch.positions)
             if ops is not here:
                 x = cross(x, here, ops)
             mix(x, groups[group], tables[at])
+            if wanted is not None and call is last:
+                x = ops.take_rows(x, wanted)
             if there is not ops:
                 x = cross(x, ops, there)
             here = there

@@ -11,7 +11,7 @@ from quire.errors import ModelError
 from quire.memory.groups.layout import GroupSpec
 from quire.memory.groups.state_layout import RecurrentSpec
 from quire.models.loader import Kit, Part
-from quire.ops import Array, Ops, Refused
+from quire.ops import Array, Int32, Ops, Refused
 from quire.ops.batch import Batch
 from quire.weights.file import WeightFile
 from quire.weights.gguf import GGUF
@@ -87,10 +87,14 @@ class Model(Protocol):
     def embed(self, batch: Batch) -> Array:
         """The batch's tokens as rows of the model's width."""
 
-    def run(self, x: Array, batch: Batch, start: int, stop: int, on: Ops | None = None) -> Array:
+    def run(
+        self, x: Array, batch: Batch, start: int, stop: int, on: Ops | None = None,
+        rows: Int32 | None = None,
+    ) -> Array:  # fmt: skip
         """x after layers start … stop-1, over the batch's memory; in place on one device.
 
-        x is where the layer before left it, or where it is said to be.
+        x is where the layer before left it, or where it is said to be. With `rows`, these come
+        back, in their order, and what only the others need may be left out.
         """
 
     def hidden(self, x: Array) -> Array:

@@ -151,21 +151,25 @@ class Rehearsal:
         found[Part(EMBEDDING)] = ops.noted()[1:] if ops._kernels else ()
         table = ops.rope_table(None, ids)
         ops.noted()
+        ends = np.zeros(step.sequences, np.int32)
+        few = n > len(ends) and not isinstance(ops, RehearsedCuda)  # behind the last mixer
         for i in layers:
             mixer, network = model.layers[i]
             mixer.add_to(x, _Pages(), table)
             found[Part(MIXER, i)] = ops.noted()
             if network is not None:
-                network.add_to(x)
+                rows = ops.take_rows(x, ends) if few and i == model.n_layers - 1 else x
+                network.add_to(rows)
+                rows = x
                 trace = ops.noted()
                 found |= dict.fromkeys(self._parts(i)[1:], trace)
-        rows = ops.take_rows(x, np.zeros(step.sequences, np.int32))
+        rows = ops.take_rows(x, ends)
         logits = model.logits(rows)
         if k := ops._kernels:
             scratch = (model.n_vocab + 64 + 15) // 16 * 16 * 6
             ops.array(np.broadcast_to(np.float32(0), (k.threads, scratch)))
         # Bias and penalties are for a copy, where log-probabilities of the model's own are told.
-        edited = None if k else ops.take_rows(logits, np.zeros(step.sequences, np.int32))
+        edited = None if k else ops.take_rows(logits, ends)
         del rows, logits, edited
         found[Part(OUTPUT)] = ops.noted()
         self._width, self._rotated = x.shape[1], table.shape[1]

@@ -116,3 +116,27 @@ def test_what_kernels_refuse_is_an_error_of_the_model(tmp_path: Path) -> None:
     write_gguf(tmp_path / "odd.gguf", facts, tiny.weights(t))
     with pytest.raises(ModelError, match=r"odd\.gguf.*15 of K .* must be a multiple of 2"):
         quire.load(tmp_path / "odd.gguf")
+
+
+def test_the_last_network_computes_wanted_rows_alone(model, monkeypatch) -> None:
+    t, path, _ = model
+    with quire.load(path) as llm:
+        run, network, rows = llm.model.run, llm.ops.network, []
+
+        def noted(x, *args, **kwargs):
+            rows.append(x.shape[0])
+            return network(x, *args, **kwargs)
+
+        def checked(x, batch, start, stop, **wanted):
+            alone = llm.ops.array(llm.ops.numpy(x))
+            whole = llm.ops.numpy(run(alone, batch, start, stop))
+            rows.clear()
+            made = run(x, batch, start, stop, **wanted)
+            assert np.array_equal(llm.ops.numpy(made), whole[wanted["rows"]])
+            assert not rows or rows == [len(whole)] * (stop - 1) + [len(wanted["rows"])]
+            return made
+
+        monkeypatch.setattr(llm.ops, "network", noted)
+        monkeypatch.setattr(llm.model, "run", checked)
+        llm.generate([IDS, IDS[7:90]], max_tokens=3, ignore_eos=True)
+    assert rows or t.experts  # those are another operation

@@ -236,5 +236,5 @@ def test_a_step_that_fails_changes_nothing(always, pair, text, name: str) -> Non
     assert made.completion.token_ids == plain
 
 
-def broken(*_: object) -> None:
+def broken(*_: object, **__: object) -> None:
     raise ZeroDivisionError
