@@ -30,6 +30,7 @@ class Pace:
         self._decode_s = 0.0  # of a step without prompts, for so many that generate
         self._decoding = 0
         self._token_s = 0.0  # of a token of a prompt
+        self._chunks = 0
         self._owed_s = 0.0  # of steps without prompts that readers are due
 
     def lets(self, computed: int) -> bool:
@@ -64,7 +65,9 @@ class Pace:
             self._owed_s = max(self._owed_s - seconds, 0.0)
             return
         beside_s = self._without(going) if going else 0.0
-        self._token_s = _mean(self._token_s, max(seconds - beside_s, seconds / 4) / tokens)
+        self._chunks += 1
+        before = self._token_s if self._chunks > 2 else 0.0  # the first one finds caches cold
+        self._token_s = _mean(before, max(seconds - beside_s, seconds / 4) / tokens)
         # With so many seconds more they would have had their share of the whole.
         due_s = (_SHARE * seconds - beside_s) / (1 - _SHARE)
         self._owed_s = max(self._owed_s + due_s, 0.0) if going else 0.0

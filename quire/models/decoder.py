@@ -157,7 +157,7 @@ class Decoder:
             if there is not ops:
                 x = cross(x, ops, there)
             here = there
-            if add is not None:
+            if add is not None and x.shape[0]:
                 x = add(x)
         return x
 

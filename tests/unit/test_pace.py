@@ -56,6 +56,15 @@ def test_first_tokens_go_ahead_until_readers_are_owed_too_much() -> None:
     assert share(run(pace, 1, decode_s, 1e-3, 2000, computed=0)[200:], decode_s) >= 0.45
 
 
+def test_a_first_step_that_was_slow_is_forgotten() -> None:
+    """It finds caches cold; prompts behind it have steps as long as if it had not been."""
+    pace = Pace()
+    pace.took(0, pace.prompt_tokens(0, 512), 32 * 4e-3)
+    assert pace.prompt_tokens(0, 512) == 62
+    pace.took(0, 62, 62 * 5e-4)
+    assert pace.prompt_tokens(0, 512) == 500
+
+
 def test_what_a_step_takes_is_known_for_other_numbers_of_readers() -> None:
     """Those who were answered read along at once, with no step without a chunk in between."""
     pace = Pace()
