@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,6 +15,10 @@ from quire.server.conversation import chat_prompt
 from quire.server.errors import ApiError
 from quire.server.state import State
 from quire.server.wire import as_json, read_as
+
+
+_MOST_TOKENS = 1 << 18
+"""Of a text that nobody generates from: it is held whole while it is cut up."""
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -69,7 +74,8 @@ async def tokenize(request: Request) -> Response:
             # vLLM's form adds the tokens that texts begin with, llama.cpp's does not.
             add = special if special is not None else body.content is None
             parse = body.parse_special is not False
-            ids = await in_thread(llm.encode, given, add, parse)
+            most = max(llm.n_ctx, _MOST_TOKENS)
+            ids = await in_thread(partial(llm.tokenizer.encode, max_tokens=most), given, add, parse)
         told: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": llm.n_ctx}
         if body.with_pieces:
             told["tokens"] = [{"id": i, "piece": _piece(llm.tokenizer.token_bytes(i))} for i in ids]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from quire.text.length import Fewest
 from quire.text.merge import merge
 from quire.text.pretokenize import PreTokenizer, WordSplitter
 from quire.text.vocab import Vocab
@@ -42,19 +43,21 @@ class BytePairs:
         # A merge is written "left right". Of two equal ones the first counts.
         self._ranks = dict(zip(reversed(merges), range(len(merges) - 1, -1, -1), strict=True))
         self._cache: dict[str, list[int]] = {}
+        self._fewest = Fewest(self._ids, lambda character: bool(self._spelled(character)))
 
-    def encode(self, text: str) -> Iterator[list[int]]:
-        """The ids of a text without special tokens, word by word."""
+    def encode(self, text: str, most: int | None = None) -> Iterator[list[int]]:
+        """The ids of a text without special tokens, word by word, if there may be so many."""
         if not self._variant.byte_level:
             text = text.replace(" ", SPACE_MARK)
         cached = self._cache.get
         for word in self._splitter.words(text):
-            yield cached(word) or self._encode_word(word)
+            yield cached(word) or self._encode_word(word, most)
 
-    def _encode_word(self, word: str) -> list[int]:
+    def _encode_word(self, word: str, most: int | None) -> list[int]:
         symbols = word
         if self._variant.byte_level:
             symbols = word.encode().decode("latin-1").translate(BYTE_CHARACTERS)
+        self._fewest.check(symbols, most)
         ids = self._whole(symbols) or self._merged(symbols)
         if len(word) <= _CACHED_LENGTH:
             if len(self._cache) >= _CACHED_WORDS:

@@ -65,8 +65,10 @@ class HFEncoder:
             3 if self.file.shrinks else 1
         )
 
-    def encode(self, text: str, add_special: bool, parse_special: bool) -> Iterator[list[int]]:
-        """The ids of a text, some at a time."""
+    def encode(
+        self, text: str, add_special: bool, parse_special: bool, most: int | None = None
+    ) -> Iterator[list[int]]:
+        """The ids of a text, some at a time, if there may be so many."""
         if add_special:
             yield self.file.before
         for piece, start in self._added.split(text, parse_special):
@@ -77,7 +79,7 @@ class HFEncoder:
                 if isinstance(part, int):
                     yield self._one(part)
                 else:
-                    yield from self._encode(part, first=start + at == 0)
+                    yield from self._encode(part, start + at == 0, most)
         if add_special:
             yield self.file.behind
 
@@ -94,19 +96,19 @@ class HFEncoder:
             text = normalize(text)
         return text
 
-    def _encode(self, text: str, first: bool) -> Iterator[list[int]]:
+    def _encode(self, text: str, first: bool, most: int | None) -> Iterator[list[int]]:
         """The ids of a piece of normalized text without added tokens, word by word."""
         pairs, words = self.file.pairs, self.file.words
         if self._splitter is not None:
             if self.file.prefix_space and not text.startswith(" "):
                 text = " " + text
-            return pairs.encode_bytes(self._splitter.words(text))
+            return pairs.encode_bytes(self._splitter.words(text), most)
         if isinstance(words, Metaspace):
             text = text.replace(" ", SPACE_MARK)
             wanted = words.scheme == "always" or (words.scheme == "first" and first)
             if wanted and not text.startswith(SPACE_MARK):
                 text = SPACE_MARK + text
-        return pairs.encode(pieces(text, self._cuts))
+        return pairs.encode(pieces(text, self._cuts), most)
 
     def token_bytes(self, id: int) -> bytes:
         """The bytes a token stands for; none for a gap in the vocabulary."""

@@ -8,6 +8,7 @@ from typing import Final
 from quire.errors import TokenizerError
 from quire.text.bpe import BYTE_CHARACTERS
 from quire.text.hf_part import Part
+from quire.text.length import Fewest
 from quire.text.merge import merge_ids
 from quire.weights.gguf_format import quote
 
@@ -39,22 +40,24 @@ class Pairs:
         apart = {*(self._bytes if self._fallback else ()), self.unknown}
         self._ranks, self._made = _ranks(part, ids, merges, self._base, apart)
         self._cache: dict[str, list[int]] = {}
+        self._fewest = Fewest(ids, ids.__contains__)
 
-    def encode_bytes(self, words: Iterable[str]) -> Iterator[list[int]]:
+    def encode_bytes(self, words: Iterable[str], most: int | None = None) -> Iterator[list[int]]:
         """The ids of words whose every byte is written as a character, word by word."""
         cached = self._cache.get
         for word in words:
             yield cached(word) or self._encode(
-                word, word.encode().decode("latin-1").translate(BYTE_CHARACTERS)
+                word, word.encode().decode("latin-1").translate(BYTE_CHARACTERS), most
             )
 
-    def encode(self, words: Iterable[str]) -> Iterator[list[int]]:
-        """The ids of words, word by word."""
+    def encode(self, words: Iterable[str], most: int | None = None) -> Iterator[list[int]]:
+        """The ids of words, word by word, if there may be so many."""
         cached = self._cache.get
         for word in words:
-            yield cached(word) or self._encode(word, word)
+            yield cached(word) or self._encode(word, word, most)
 
-    def _encode(self, word: str, characters: str) -> list[int]:
+    def _encode(self, word: str, characters: str, most: int | None) -> list[int]:
+        self._fewest.check(characters, most)
         whole = self.ids.get(characters) if self._ignore_merges else None
         if whole is None:
             found = merge_ids(self._symbols(characters), self._ranks, self._made, self._base)

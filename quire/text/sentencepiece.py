@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from quire.errors import TokenizerError
 from quire.text.bpe import SPACE_MARK
 from quire.text.cuts import harmless_cuts, pieces
+from quire.text.length import Fewest
 from quire.text.merge import merge
 from quire.text.vocab import Vocab
 
@@ -24,14 +25,16 @@ class SentencePieces:
         self._urgency = [-score for score in scores]
         self._cuts = harmless_cuts(vocab.texts)
         self._cache: dict[str, list[int]] = {}
+        self._fewest = Fewest(self._ids, lambda character: True)
 
-    def encode(self, text: str) -> Iterator[list[int]]:
-        """The ids of a text without special tokens, chunk by chunk."""
+    def encode(self, text: str, most: int | None = None) -> Iterator[list[int]]:
+        """The ids of a text without special tokens, chunk by chunk, if there may be so many."""
         cached = self._cache.get
         for chunk in pieces(text.replace(" ", SPACE_MARK), self._cuts):
-            yield cached(chunk) or self._encode_chunk(chunk)
+            yield cached(chunk) or self._encode_chunk(chunk, most)
 
-    def _encode_chunk(self, chunk: str) -> list[int]:
+    def _encode_chunk(self, chunk: str, most: int | None) -> list[int]:
+        self._fewest.check(chunk, most)
         token_ids, urgency = self._ids, self._urgency
 
         def priority(a: int, b: int, c: int) -> float | None:

@@ -9,8 +9,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from quire.errors import ContextError, TokenizerError
+from quire.errors import TokenizerError
 from quire.text.bpe import SPACE_MARK, BytePairs, bytes_of_characters
+from quire.text.length import too_long
 from quire.text.pretokenize import PreTokenizer
 from quire.text.sentencepiece import SentencePieces
 from quire.text.special import SpecialToken, SpecialTokens
@@ -40,8 +41,10 @@ class Encoder(Protocol):
     def longest(self) -> int:
         """The most bytes of text that one token can stand for."""
 
-    def encode(self, text: str, add_special: bool, parse_special: bool) -> Iterator[list[int]]:
-        """The ids of a text, some at a time."""
+    def encode(
+        self, text: str, add_special: bool, parse_special: bool, most: int | None = None
+    ) -> Iterator[list[int]]:
+        """The ids of a text, some at a time, if there may be so many."""
 
     def token_bytes(self, id: int) -> bytes:
         """The bytes a token of the vocabulary stands for."""
@@ -115,7 +118,7 @@ class Tokenizer:
             raise TokenizerError(f"text to encode must be a string, not {type(text).__name__}")
         if max_tokens is not None and len(text) > max_tokens * self._longest:
             least = -(-len(text) // self._longest)
-            raise _too_long(f"{len(text)} characters, so at least {least} tokens", max_tokens)
+            raise too_long(f"{len(text)} characters, so at least {least} tokens", max_tokens)
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -123,12 +126,12 @@ class Tokenizer:
                 f"the text has a lone surrogate at position {error.start} and cannot be encoded"
             ) from None
         ids: list[int] = []
-        for some in self._encoder.encode(text, add_special, parse_special):
+        for some in self._encoder.encode(text, add_special, parse_special, max_tokens):
             ids.extend(some)
             if max_tokens is not None and len(ids) > _COUNTED * max_tokens:
-                raise _too_long(f"more than {len(ids)} tokens", max_tokens)
+                raise too_long(f"more than {len(ids)} tokens", max_tokens)
         if max_tokens is not None and len(ids) > max_tokens:
-            raise _too_long(f"{len(ids)} tokens", max_tokens)
+            raise too_long(f"{len(ids)} tokens", max_tokens)
         return ids
 
     @cached_property
@@ -210,8 +213,10 @@ class GGUFEncoder:
         """The most bytes of text that one token can stand for."""
         return max(len(text.encode()) for text in self._vocab.texts)
 
-    def encode(self, text: str, add_special: bool, parse_special: bool) -> Iterator[list[int]]:
-        """The ids of a text, some at a time."""
+    def encode(
+        self, text: str, add_special: bool, parse_special: bool, most: int | None = None
+    ) -> Iterator[list[int]]:
+        """The ids of a text, some at a time, if there may be so many."""
         if add_special and self.add_bos and self.bos is not None:
             yield [self.bos]
         after_special = True
@@ -220,7 +225,7 @@ class GGUFEncoder:
                 yield [piece]
             else:
                 spaced = " " + piece if self.space_prefix and after_special else piece
-                yield from self._words.encode(spaced)
+                yield from self._words.encode(spaced, most)
             after_special = isinstance(piece, int)
         if add_special and self.add_eos and self.eos is not None:
             yield [self.eos]
@@ -246,12 +251,6 @@ class GGUFEncoder:
     def is_special(self, id: int) -> bool:
         """Whether a token is one of control."""
         return self._vocab.kinds[id] in (Kind.CONTROL, Kind.UNKNOWN)
-
-
-def _too_long(has: str, most: int) -> ContextError:
-    return ContextError(
-        f"the text has {has}, and {most} fit; shorten it, or load the model with a larger n_ctx"
-    )
 
 
 def _hf_encoder(folder: str | os.PathLike[str]) -> Encoder:
