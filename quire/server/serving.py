@@ -32,6 +32,8 @@ HEAD_S = 20.0
 BODY_S = 50.0
 """Seconds in which its body has to come."""
 _MOST_HEAD = 64 << 10
+_LOOK_S = 0.02
+"""How often it is looked whether a client that sends no more is there."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -40,6 +42,7 @@ class _Connection(h11.Connection):
 
     hint = 400
     _chunks = False
+    _ahead = False
 
     def next_event(self) -> Any:
         try:
@@ -55,12 +58,21 @@ class _Connection(h11.Connection):
     def send(self, event: Any) -> Any:
         """What to write for an event; a chunk of a body changes no state, and there are many."""
         if self._chunks and type(event) is h11.Data:
-            data = event.data
+            data, self._ahead = event.data, self._ahead and not event.data
             return b"%x\r\n%b\r\n" % (len(data), data) if data else b""
         written = super().send(event)
+        if self._ahead and written:
+            written, self._ahead = written[1:], False
         if type(event) is h11.Response:
             self._chunks = b"\r\ntransfer-encoding: chunked\r\n" in (written or b"").lower()
         return written
+
+    def ahead(self) -> bytes:
+        """A byte that what comes next begins with, or may: of `HTTP/1.1`, or of a chunk's size."""
+        if self.our_state is h11.SEND_RESPONSE or (self.our_state is h11.SEND_BODY and self._chunks):
+            self._ahead = True
+            return b"H" if self.our_state is h11.SEND_RESPONSE else b"0"
+        return b""
 
 
 def _head_bytes(request: h11.Request) -> int:
@@ -73,6 +85,7 @@ class Protocol(H11Protocol):
     _deadline: asyncio.TimerHandle | None = None
     _body_begun = False
     _refused = False
+    _half_closed = False
 
     def connection_made(self, transport: Any) -> None:
         """The head has to come soon."""
@@ -105,6 +118,34 @@ class Protocol(H11Protocol):
         """Nobody sends any more."""
         self._set_deadline(None)
         super().connection_lost(exc)
+
+    def eof_received(self) -> bool:
+        """Nobody sends any more; whether somebody reads is seen when something is written.
+
+        So a byte of the answer goes ahead: a client that is gone resets the connection, and one
+        that has only ended its part does not notice.
+        """
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or cycle.more_body:
+            return False
+        self._half_closed = True
+        self.transport.write(self.conn.ahead())
+        self.loop.call_later(_LOOK_S, self._look)
+        return True
+
+    def _look(self) -> None:
+        if self.transport.is_closing():
+            return
+        if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+        else:
+            self.loop.call_later(_LOOK_S, self._look)
+
+    def on_response_complete(self) -> None:
+        """What was asked before the client ended its part is answered; then it is over."""
+        super().on_response_complete()
+        if self._half_closed and self.cycle.response_complete:
+            self.transport.close()
 
     def _set_deadline(self, seconds: float | None) -> None:
         if self._deadline is not None:
