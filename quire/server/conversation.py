@@ -40,6 +40,7 @@ def chat_prompt(
         raise ApiError(400, f"{param} cannot set {names}", param=param)
     if continue_final and add_generation_prompt:
         raise ApiError(400, "continue_final_message and add_generation_prompt exclude each other")
+    tools, tool_choice = _allowed(tools, tool_choice)
     choice = _choice(tool_choice)
     last = ready[-1]
     if last.get("role") == "assistant" and last.get("content") and continue_final is not False:
@@ -68,6 +69,36 @@ def _continued(
     return replace(prompt, text=before, tokens=llm.text_tokens(before))
 
 
+def _allowed(
+    tools: list[dict[str, Any]] | None, tool_choice: str | dict[str, Any] | None
+) -> tuple[list[dict[str, Any]] | None, str | dict[str, Any] | None]:
+    """The tools that may be called, and whether one must be, where a choice names some of them.
+
+    The model is not shown the others: what it does not know it cannot call.
+    """
+    if not isinstance(tool_choice, dict) or tool_choice.get("type") != "allowed_tools":
+        return tools, tool_choice
+    said = tool_choice.get("allowed_tools", tool_choice)
+    match said:
+        case {"tools": [_, *_] as named, **rest} if rest.get("mode", "auto") in ("auto", "required"):
+            names = [_name(one) for one in named]
+        case _:
+            raise _no_choice()
+    known = [_name(tool) for tool in tools or []]
+    if unknown := [name for name in names if name is None or name not in known]:
+        raise ApiError(
+            400, f"tool_choice allows {unknown[0]!r:.80}, which is none of the tools",
+            param="tool_choice",
+        )  # fmt: skip
+    return [t for t, name in zip(tools or [], known, strict=True) if name in names], rest.get("mode")
+
+
+def _name(tool: Any) -> Any:
+    """The name of a tool, in either of OpenAI's forms."""
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    return function.get("name") if isinstance(function, dict) else None
+
+
 def _choice(tool_choice: str | dict[str, Any] | None) -> str:
     """auto, none, required, or the name of a tool."""
     match tool_choice:
@@ -77,9 +108,14 @@ def _choice(tool_choice: str | dict[str, Any] | None) -> str:
             return str(tool_choice)
         case {"function": {"name": str(name)}} | {"name": str(name)}:
             return name
-    raise ApiError(
-        400, "tool_choice is 'none', 'auto', 'required' or {'type': 'function', 'function': "
-        "{'name': …}}", param="tool_choice",
+    raise _no_choice()
+
+
+def _no_choice() -> ApiError:
+    return ApiError(
+        400, "tool_choice is 'none', 'auto', 'required', {'type': 'function', 'function': {'name': "
+        "…}}, or {'type': 'allowed_tools', 'allowed_tools': {'mode': 'auto' or 'required', "
+        "'tools': […]}}", param="tool_choice",
     )  # fmt: skip
 
 

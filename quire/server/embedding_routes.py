@@ -18,6 +18,7 @@ from quire.api.vectors import unit
 from quire.server.aside import computed
 from quire.server.asking import in_thread
 from quire.server.errors import ApiError, about
+from quire.server.keep_alive import keep
 from quire.server.models import ServedModel
 from quire.server.ollama_routes import KINDS, served
 from quire.server.prompts import prompts_of
@@ -44,6 +45,7 @@ class EmbedBody(msgspec.Struct, kw_only=True):
     model: str = ""
     input: Texts | None = None
     prompt: str | None = None
+    keep_alive: float | str | None = None
     dimensions: int | None = None
 
 
@@ -68,6 +70,7 @@ async def embed(request: Request) -> Response:
     """Vectors in Ollama's form."""
     body = await read_as(request, EmbedBody, KINDS)
     model = served(request, body.model)
+    keep(model, body.keep_alive)
     begun = time.perf_counter_ns()
     given = body.input if body.input is not None else body.prompt
     if given is None:

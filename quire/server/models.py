@@ -36,6 +36,8 @@ class ServedModel:
         self.users = 0
         """Requests and sessions that need it loaded."""
         self.last_used = time.monotonic()
+        self.keep_s: float | None = None
+        """Seconds that it stays once nobody uses it, where a client has said how many."""
         self.loading: asyncio.Task[None] | None = None
         self.trained: int | None = None
         """Tokens of context that its file tells of, once somebody has looked."""
@@ -66,7 +68,7 @@ class ServedModel:
         llm = self.llm
         assert self._driver is not None
         self._driver.stop()
-        self._llm = self._driver = None
+        self._llm = self._driver = self.keep_s = None
         return llm
 
     @contextmanager
@@ -137,11 +139,15 @@ class Models:
         return self._config.n_ctx or model.trained
 
     def expires(self, model: ServedModel) -> float:
-        """When a model is given back if nobody uses it from now on; the only one never is."""
-        if len(self.by_name) == 1:
-            return math.inf
+        """When a model is given back if nobody uses it from now on."""
         rested = 0.0 if model.users else time.monotonic() - model.last_used
-        return time.time() + max(self._settings.keep_alive_s - rested, 0.0)
+        return time.time() + max(self._kept_s(model) - rested, 0.0)
+
+    def _kept_s(self, model: ServedModel) -> float:
+        """Seconds that a model stays once nobody uses it; the only one, unless told, for ever."""
+        if model.keep_s is not None:
+            return model.keep_s
+        return self._settings.keep_alive_s if len(self.by_name) > 1 else math.inf
 
     @asynccontextmanager
     async def using(self, model: ServedModel) -> AsyncIterator[LLM]:
@@ -207,11 +213,11 @@ class Models:
         if model.loaded:
             await asyncio.to_thread(model.give().close)
 
-    async def unload_idle(self, after_s: float) -> None:
-        """Gives back those that nobody has used for a while."""
+    async def unload_idle(self) -> None:
+        """Gives back those that nobody has used for as long as they stay."""
         for model in self.loaded:
             async with self._changing:  # somebody may use it by then
-                if not model.users and time.monotonic() - model.last_used >= after_s:
+                if not model.users and self.expires(model) <= time.time():
                     await self._unload(model)
 
     async def close(self) -> None:

@@ -17,6 +17,7 @@ from quire.server.completions_routes import CompletionBody, begin_completion
 from quire.server.conversation import Spoken, spoken
 from quire.server.dialect import LineStream, line
 from quire.server.errors import ApiError
+from quire.server.keep_alive import keep
 from quire.server.logprobs import chat_form
 from quire.server.models import ServedModel
 from quire.server.run import Run
@@ -41,6 +42,7 @@ class OllamaBody(msgspec.Struct, kw_only=True):
     options: dict[str, Any] | None = None
     format: str | dict[str, Any] | None = None
     stream: bool | None = None
+    keep_alive: float | str | None = None
     think: bool | str | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -122,8 +124,9 @@ async def generate(request: Request) -> Response:
     model = served(request, body.model)
     if body.images:
         raise ApiError(400, "images are not supported; leave them out")
+    keep(model, body.keep_alive)
     if not body.prompt:
-        return await _loaded(request, model, {"response": ""})
+        return await _only_kept(request, model, {"response": ""})
     if body.raw or body.suffix:
         plain = _typed(CompletionBody, body, prompt=body.prompt, suffix=body.suffix)
         beginning = begin_completion(request, plain)
@@ -139,8 +142,9 @@ async def chat(request: Request) -> Response:
     """The next turn of a conversation."""
     body = await read_as(request, OllamaChatBody, KINDS)
     model = served(request, body.model)
+    keep(model, body.keep_alive)
     if not body.messages:
-        return await _loaded(request, model, {"message": {"role": "assistant", "content": ""}})
+        return await _only_kept(request, model, {"message": {"role": "assistant", "content": ""}})
     messages = [_message(one, number) for number, one in enumerate(body.messages)]
     fields = {"messages": messages, "tools": body.tools, "chat_template_kwargs": body.template}
     beginning = begin_chat(request, _typed(ChatBody, body, **fields))
@@ -174,12 +178,17 @@ def _message(message: dict[str, Any], number: int) -> dict[str, Any]:
     return made | ({"tool_calls": calls} if calls else {})
 
 
-async def _loaded(request: Request, model: ServedModel, empty: dict[str, Any]) -> Response:
-    """Nothing is asked for but that the model is there."""
+async def _only_kept(request: Request, model: ServedModel, empty: dict[str, Any]) -> Response:
+    """Nothing is asked for but that the model is there, or is not."""
     state: State = request.app.state.quire
-    async with state.models.using(model):
-        told = {"model": model.name, "created_at": now(), **empty}
-        return as_json({**told, "done": True, "done_reason": "load"})
+    reason = "unload" if model.keep_s == 0 else "load"
+    if reason == "unload":
+        await state.models.unload_idle()
+    else:
+        async with state.models.using(model):
+            pass
+    told = {"model": model.name, "created_at": now(), **empty}
+    return as_json({**told, "done": True, "done_reason": reason})
 
 
 def _generated(answer: Answer) -> dict[str, Any]:

@@ -73,8 +73,7 @@ class State:
             await asyncio.sleep(1.0)
             try:
                 await self.sessions.close_expired()
-                if len(self.models.by_name) > 1:
-                    await self.models.unload_idle(self.settings.keep_alive_s)
+                await self.models.unload_idle()
             except Exception:
                 log.exception("tidying up failed")
 

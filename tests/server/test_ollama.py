@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import quire
-from tests.server.rig import Rig, turns
+from tests.server.rig import Rig, serving, turns
 
 ollama = pytest.importorskip("ollama")
 GREEDY = {"temperature": 0, "num_predict": 12}
@@ -100,6 +103,40 @@ def test_nothing_to_say_loads_the_model(rig: Rig) -> None:
     for path in ("/api/generate", "/api/chat"):
         told = rig.post(path, model="tiny-dense")
         assert told["done"] and told["done_reason"] == "load"
+
+
+@pytest.mark.parametrize("path", ["/api/generate", "/api/chat"])
+def test_a_model_is_kept_for_as_long_as_it_is_said(tmp_path: Path, path: str) -> None:
+    with serving(tmp_path) as rig:
+        said = rig.post(path, model="tiny-dense", keep_alive=0)
+        assert said["done_reason"] == "unload" and said["done"]
+        assert rig.http.get("/api/ps").json() == {"models": []}
+        assert rig.http.get("/health").json()["status"] == "ok"
+        loaded = rig.post(path, model="tiny-dense", keep_alive="1h30m")
+        assert loaded["done_reason"] == "load"
+        assert 5390 < left(rig) < 5410
+        for said, seconds in ((-1, 1e9), ("-1m", 1e9), (20, 20), ("1500ms", 1.5)):
+            rig.post(path, model="tiny-dense", keep_alive=said)
+            assert left(rig) > 1e9 if seconds == 1e9 else 0 < left(rig) < seconds + 1
+        rig.post("/v1/sessions", id="stays", prompt="It was")
+        rig.post(path, model="tiny-dense", keep_alive=0)  # not while somebody uses it
+        assert rig.http.get("/v1/sessions/stays").json()["position"] > 0
+        rig.http.delete("/v1/sessions/stays")
+        deadline = time.monotonic() + 5
+        while rig.http.get("/api/ps").json()["models"]:
+            assert time.monotonic() < deadline, "it is not given back"
+            time.sleep(0.05)
+        assert rig.chat("hi")["choices"]  # loaded again, for as long as the server was told
+        assert left(rig) > 1e9
+        for odd in ("x", "5 m", "", "m", "1e5"):
+            answer = rig.http.post(path, json={"model": "tiny-dense", "keep_alive": odd})
+            assert answer.status_code == 400 and "keep_alive" in answer.json()["error"]
+
+
+def left(rig: Rig) -> float:
+    """Seconds until the model is given back."""
+    (told,) = rig.http.get("/api/ps").json()["models"]
+    return datetime.fromisoformat(told["expires_at"]).timestamp() - time.time()
 
 
 def test_errors_are_in_its_own_form(rig: Rig, client: Any) -> None:

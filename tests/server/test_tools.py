@@ -66,6 +66,38 @@ def test_required_call_is_one_of_them(rig: Rig) -> None:
     checked(call, call["function"]["name"])
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_only_tools_that_are_allowed_are_shown_or_called(rig: Rig, mode: str) -> None:
+    name = {"type": "function", "function": {"name": "part"}}
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [name]}}
+    asked = {"max_tokens": 200, "parallel_tool_calls": False}
+    some = rig.chat("hi", tools=[GREET, PART], tool_choice=choice, **asked)
+    alone = rig.chat("hi", tools=[PART], tool_choice=mode, **asked)
+    assert some["usage"]["prompt_tokens"] == alone["usage"]["prompt_tokens"]
+    if mode == "required":
+        (call,) = some["choices"][0]["message"]["tool_calls"]
+        checked(call, "part")
+    flat = {"type": "function", "name": "part"}
+    newer = {
+        "input": "hi", "temperature": 0, "max_output_tokens": 200, "parallel_tool_calls": False,
+        "tools": [{"type": "function", **tool["function"]} for tool in (GREET, PART)],
+        "tool_choice": {"type": "allowed_tools", "mode": mode, "tools": [flat]},
+    }  # fmt: skip
+    response = rig.post("/v1/responses", **newer)
+    assert response["usage"]["input_tokens"] == alone["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize("allowed", [
+    {}, {"mode": "auto"}, {"mode": "auto", "tools": []}, {"mode": "auto", "tools": "part"}, 3,
+    {"mode": "none", "tools": [NAMED]}, {"tools": [{"type": "function"}]}, {"tools": [[], None]},
+    {"mode": "auto", "tools": [NAMED, {"type": "function", "function": {"name": "other"}}]},
+])  # fmt: skip
+def test_allowed_tools_are_some_of_the_tools(rig: Rig, allowed: object) -> None:
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    error = rig.refused(400, CHAT, messages=turns("hi"), tools=[GREET, PART], tool_choice=choice)
+    assert error["param"] == "tool_choice"
+
+
 def test_no_call_without_tools(rig: Rig) -> None:
     plain = rig.chat("hi", max_tokens=5)
     none = rig.chat("hi", tools=[GREET], tool_choice="none", max_tokens=5)
