@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from starlette.requests import Request
@@ -12,15 +13,31 @@ from quire.engine.loop import Job
 from quire.server.run import Run
 from quire.server.state import State
 from quire.server.wire import as_json
+from quire.types import Sampling
+
+DEFAULTS = Sampling(temperature=0.8, top_k=40, top_p=0.95, min_p=0.05, max_tokens=2**31 - 1)
+"""How tokens are chosen where a client of `/completion` does not say."""
 
 
 def settings_of(run: Run) -> dict[str, Any]:
     """How a request's tokens are chosen."""
-    chosen = run.ask.sampling
+    ends = run.ask.model.llm.engine.end_ids if run.ask.sampling.ignore_eos else ()
+    return _told(run.ask.sampling, run.ask.stop, ends)
+
+
+def _told(chosen: Sampling, stop: Iterable[str], never: Iterable[int]) -> dict[str, Any]:
+    """In llama.cpp's words: no limit is -1, no seed is all ones, what must not come has no bias."""
+    most = -1 if chosen.max_tokens >= 2**31 - 1 else chosen.max_tokens
+    biases: dict[int, float | None] = {**chosen.logit_bias, **dict.fromkeys(sorted(never))}
     return {
-        "n_predict": chosen.max_tokens, "seed": chosen.seed, "temperature": chosen.temperature,
-        "top_k": chosen.top_k, "top_p": chosen.top_p, "min_p": chosen.min_p,
-        "repeat_penalty": chosen.repetition_penalty, "stop": list(run.ask.stop),
+        "n_predict": most, "max_tokens": most,
+        "seed": 2**32 - 1 if chosen.seed is None else chosen.seed,
+        "temperature": chosen.temperature, "top_k": chosen.top_k, "top_p": chosen.top_p,
+        "min_p": chosen.min_p, "repeat_penalty": chosen.repetition_penalty,
+        "presence_penalty": chosen.presence_penalty,
+        "frequency_penalty": chosen.frequency_penalty, "n_probs": chosen.logprobs or 0,
+        "ignore_eos": chosen.ignore_eos, "stop": list(stop),
+        "logit_bias": [{"token": token, "bias": bias} for token, bias in biases.items()],
     }  # fmt: skip
 
 
@@ -31,7 +48,7 @@ async def props(request: Request) -> Response:
     async with state.models.using(model) as llm:
         tokenizer = llm.tokenizer
         return as_json({
-            "default_generation_settings": {"n_ctx": llm.n_ctx, "params": {}},
+            "default_generation_settings": {"n_ctx": llm.n_ctx, "params": _told(DEFAULTS, (), ())},
             "total_slots": state.settings.max_running, "model_alias": model.name,
             "model_path": model.name, "chat_template": tokenizer.chat_template or "",
             "bos_token": tokenizer.token_text(tokenizer.bos),
@@ -60,6 +77,7 @@ async def slots(request: Request) -> Response:
                 "is_processing": not job.done, "params": settings_of(run),
                 "prompt_tokens": job.prompt_tokens, "next_token": [_next(job)],
             })  # fmt: skip
+    n_ctx = await state.models.context(state.models.default)
     while len(told) < state.settings.max_running:
-        told.append({"id": len(told), "is_processing": False})
+        told.append({"id": len(told), "n_ctx": n_ctx, "is_processing": False})
     return as_json(told)

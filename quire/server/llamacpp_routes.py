@@ -15,7 +15,7 @@ from quire.server.asking import in_thread
 from quire.server.completions_routes import CompletionBody, begin_completion
 from quire.server.dialect import stopped_by
 from quire.server.errors import ApiError
-from quire.server.llamacpp_about import settings_of
+from quire.server.llamacpp_about import DEFAULTS, settings_of
 from quire.server.logprobs import with_ids
 from quire.server.progress import Watched
 from quire.server.prompts import prompts_of
@@ -34,10 +34,10 @@ class LlamaBody(msgspec.Struct, kw_only=True):
     model: str | None = None
     n_predict: int | None = None
     max_tokens: int | None = None
-    temperature: float = 0.8
-    top_k: int = 40
-    top_p: float = 0.95
-    min_p: float = 0.05
+    temperature: float = DEFAULTS.temperature
+    top_k: int = DEFAULTS.top_k
+    top_p: float = DEFAULTS.top_p
+    min_p: float = DEFAULTS.min_p
     seed: int | None = None
     stop: str | list[str] | None = None
     repeat_penalty: float | None = None
@@ -209,10 +209,16 @@ def _end(run: Run, body: LlamaBody, at: int, text: str, tokens: list[int]) -> di
         "id_slot": -1, "stop": True, "model": run.ask.model.name,
         "tokens_predicted": len(job.token_ids), "tokens_evaluated": job.prompt_tokens,
         "tokens_cached": job.sequence.cached, "prompt": llm.decode(run.ask.prompts[at]),
-        "truncated": False, "has_new_line": "\n" in text,
+        "truncated": _cut_off(run, at), "has_new_line": "\n" in text,
         "stop_type": kind, "stopping_word": word or "", "generation_settings": settings_of(run),
         "timings": run.timings(), "memory": run.memory(),
     }  # fmt: skip
+
+
+def _cut_off(run: Run, at: int) -> bool:
+    """Whether an answer ended because the context was full."""
+    job, most = run.jobs[at], run.ask.sampling.max_tokens
+    return run.ask.answers and job.finish_reason == "length" and len(job.token_ids) < most
 
 
 def _probabilities(run: Run, logprobs: list[TokenLogprob]) -> dict[str, Any]:

@@ -160,11 +160,35 @@ def test_llamacpps_probabilities_and_fields(rig: Rig) -> None:
     assert some == {"content": wanted.text, "timings/predicted_n": 3}
 
 
+def test_llamacpp_tells_how_tokens_were_chosen(rig: Rig) -> None:
+    ask = {"prompt": "It was", "n_predict": 3, "seed": 7, "logit_bias": [[65, -2.5]]}
+    told = rig.post("/completion", **ask)["generation_settings"]
+    assert told["n_predict"] == told["max_tokens"] == 3 and told["seed"] == 7
+    assert told["logit_bias"] == [{"token": 65, "bias": -2.5}] and told["ignore_eos"] is False
+    defaults = rig.http.get("/props").json()["default_generation_settings"]["params"]
+    assert defaults.keys() == told.keys() and defaults["n_predict"] == -1
+    assert (defaults["temperature"], defaults["top_k"]) == (told["temperature"], told["top_k"])
+    told = rig.post("/completion", **ask | {"ignore_eos": True})["generation_settings"]
+    ends = [one["token"] for one in told["logit_bias"] if one["bias"] is None]
+    assert ends == sorted(rig.llm.engine.end_ids)
+
+
+def test_llamacpp_tells_whether_the_context_was_full(rig: Rig) -> None:
+    room = 20
+    prompt = [300] * (rig.llm.n_ctx - room)
+    ask = {"prompt": prompt, "ignore_eos": True, "response_fields": ["truncated", "stop_type"]}
+    assert rig.post("/completion", **ask) == {"truncated": True, "stop_type": "limit"}
+    for most in (0, 3):
+        fits = rig.post("/completion", **ask, n_predict=most)
+        assert fits == {"truncated": False, "stop_type": "limit"}
+
+
 def test_llamacpps_props_and_slots(rig: Rig) -> None:
     props = rig.http.get("/props").json()
     assert props["default_generation_settings"]["n_ctx"] == rig.llm.n_ctx
     assert props["model_path"] == "tiny-dense" and props["chat_template"]
     slots = rig.http.get("/slots").json()
+    assert {slot["n_ctx"] for slot in slots} == {rig.llm.n_ctx}
     assert len(slots) == props["total_slots"] and not any(s["is_processing"] for s in slots)
 
 
