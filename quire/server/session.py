@@ -45,8 +45,9 @@ class ServedSession:
         self.root = root or id
         self.ttl_s = ttl_s
         self.saved: str | None = None
-        self.kept = False
-        """Whether a client saved it: then its file outlives it."""
+        """The file that it was last saved in, or opened from."""
+        self.kept: bool | None = None
+        """Whether a client saved it under its own id: that file outlives it; None: nobody did."""
         self.used = time.time()
         self.busy = ""
         """What whoever owns it now does with it."""

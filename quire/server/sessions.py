@@ -171,7 +171,7 @@ class Sessions:
     def _recall(self, found: ServedSession, name: str) -> None:
         """What the file says of how it was served; it is not trusted, so only what fits."""
         told: Any = found.session.notes.pop(NOTE, None)
-        found.saved, found.kept = name, True
+        found.saved, found.kept = name, True if found.id == name else None
         if isinstance(told, dict) and found.id == name:
             found.kept = told.get("kept") is not False
             created, ttl_s = told.get("created"), told.get("ttl_s")
@@ -186,13 +186,15 @@ class Sessions:
         self, session: ServedSession, name: str | None = None, kept: bool = False
     ) -> dict[str, Any]:
         """Writes a session under a name, by default its id; `kept`: because a client asked."""
-        name = session.saved or session.id if name is None else name
+        name = session.id if name is None else name
         with naming("name"):
             path = self.path(name)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        kept = kept or session.kept
+        kept = kept or bool(session.kept)
         size = await asyncio.to_thread(session.save, path, kept)
-        session.saved, session.kept = name, kept
+        session.saved = name
+        if name == session.id:
+            session.kept = kept
         position = session.session.position
         return {"object": "session.file", "name": name, "bytes": size, "position": position}
 
@@ -207,8 +209,8 @@ class Sessions:
     async def delete(self, session: ServedSession) -> None:
         """Closes a session for good: it is not opened again because somebody names it."""
         await self.close(session)
-        if session.saved and not session.kept:
-            await asyncio.to_thread(self.path(session.saved).unlink, missing_ok=True)
+        if session.kept is False:
+            await asyncio.to_thread(self.path(session.id).unlink, missing_ok=True)
         self._deleted[session.id] = None
         while len(self._deleted) > _REMEMBERED:
             del self._deleted[next(iter(self._deleted))]

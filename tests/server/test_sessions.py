@@ -275,3 +275,20 @@ def test_sessions_survive_a_restart(tmp_path: Path, model: str) -> None:
         assert again["choices"] == rig.chat(*talk, max_tokens=8)["choices"]
         rig.http.delete("/v1/sessions/long")
     assert not (tmp_path / "long.quire").exists()  # the server had saved it, nobody else
+
+
+def test_a_file_that_a_client_named_stays_as_it_was_saved(tmp_path: Path) -> None:
+    with serving(tmp_path, save_sessions="turn") as rig:
+        rig.post("/v1/sessions", id="own", prompt=STORY)
+        then = rig.post("/v1/sessions/own/save", name="then")["position"]
+        go_on(rig, "own")
+        now = get(rig, "/v1/sessions/own")["position"]
+        rig.post("/v1/sessions", open="then", id="other")
+        go_on(rig, "other")
+    with serving(tmp_path, save_sessions="turn") as rig:  # those that go on are found by their ids
+        assert get(rig, "/v1/sessions/own")["position"] == now > then
+        assert get(rig, "/v1/sessions/other")["position"] > then
+        assert rig.post("/v1/sessions", open="then", id="again")["position"] == then
+        for id in ("own", "other", "again"):
+            rig.http.delete(f"/v1/sessions/{id}")
+    assert [file.name for file in tmp_path.iterdir()] == ["then.quire"]
