@@ -10,7 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from quire.engine.guest import Guest
 from quire.engine.loop import Loop
@@ -97,21 +97,30 @@ async def on_engine(loop: Loop, fn: Callable[[], T], unwanted: Callable[[T], Non
     """Does something with the engine between steps, without a thread that waits for it.
 
     Whoever is cancelled meanwhile wants nothing any more: what came of it goes to `unwanted`, which
-    is called between steps too.
+    is called between steps too, and before the cancelled one goes on: what it held is free then.
     """
     call = _Call(fn, unwanted)
+    try:
+        await _done(loop, call)
+    except asyncio.CancelledError:
+        call.dropped = True
+        await _done(loop, Call(call.undo))  # behind the call itself, if that is still to come
+        raise
+    except BaseException:
+        call.dropped = True
+        loop.later(call.undo)
+        raise
+    return call.result()
+
+
+async def _done(loop: Loop, call: Call[Any]) -> None:
     guest = Guest(loop, lambda: call.done)
     loop.later(call.run)
     loop.seat.add_guest(guest)
     try:
         await guest.future
-    except BaseException:
-        call.dropped = True
-        loop.later(call.undo)  # behind the call itself, if that is still to come
-        raise
     finally:
         loop.seat.remove_guest(guest)
-    return call.result()
 
 
 class _Call(Call[T]):

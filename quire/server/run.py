@@ -137,8 +137,15 @@ class Run:
 
     async def _begin(self, begins: list[Callable[[], Job]]) -> None:
         begin = partial(_begin_all, begins, self._tell)
-        jobs = await self.ask.model.call(begin, _end_all)
+        jobs = await self.ask.model.call(begin, self._undo)
         self.jobs += jobs
+
+    def _undo(self, jobs: list[Job]) -> None:
+        """Its client left as they began; on the loop."""
+        for job in jobs:
+            job.loop.end(job)
+            if self.ask.session is not None:
+                self.ask.session.settle(job)
 
     async def _begin_scored(self, prompt: list[int], top: int) -> None:
         """A prompt's own tokens first; the first answer goes on from them, others share them."""

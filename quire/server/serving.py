@@ -130,7 +130,7 @@ class Protocol(H11Protocol):
             return False
         self._half_closed = True
         self.transport.write(self.conn.ahead())
-        self.loop.call_later(_LOOK_S, self._look)
+        self.loop.call_soon(self._look)
         return True
 
     def _look(self) -> None:

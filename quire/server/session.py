@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -136,6 +137,9 @@ class ServedSession:
         try:
             await guest.future
             await self.model.call(lambda: appending.settle(keep=True))
+        except asyncio.CancelledError:  # whoever owns it next finds it as it was
+            await self.model.call(lambda: appending.settle(keep=False))
+            raise
         except BaseException:
             loop.later(lambda: appending.settle(keep=False))
             raise

@@ -137,10 +137,12 @@ async def listed(request: Request) -> Response:
 async def shown(request: Request) -> Response:
     """One session."""
     session = await _session(request)
-    told = await _look(session)
-    if request.query_params.get("tokens") not in (None, "", "0", "false"):
-        told["tokens"] = await session.model.call(lambda: session.session.tokens)
-    return as_json(told)
+    tokens = request.query_params.get("tokens") not in (None, "", "0", "false")
+
+    def look() -> dict[str, Any]:  # at once: between two looks somebody may go on with it
+        return session.look() | ({"tokens": session.session.tokens} if tokens else {})
+
+    return as_json(await session.model.call(look))
 
 
 async def append(request: Request) -> Response:

@@ -21,6 +21,7 @@ import pytest
 from quire.config import process_memory
 from quire.server import follow
 from quire.server import serving as serving_module
+from quire.server.session import ServedSession
 from quire.server.wire import Disconnected, while_connected
 from tests.server.rig import Rig, serving
 
@@ -150,6 +151,53 @@ def test_a_client_that_leaves_while_it_appends_has_appended_nothing(slow: Rig) -
         until(lambda: not slow.state.sessions.by_id["left"].busy)
         assert slow.http.get("/v1/sessions/left").json()["position"] == before["position"]
     slow.http.delete("/v1/sessions/left")
+    assert slow.pages() == 0
+
+
+@pytest.mark.parametrize("kind", ["append", "completion"])
+def test_a_session_is_whole_again_before_the_next_may_have_it(
+    slow: Rig, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whenever its client leaves: nothing of the prompt stays, or all of it and some answer."""
+
+    class Late(follow.Guest):
+        def wake(self) -> None:
+            time.sleep(0.01)  # what was asked of the engine is done, and nobody has heard of it
+            super().wake()
+
+    class Watched(ServedSession):
+        @property
+        def busy(self) -> str:
+            return self._doing
+
+        @busy.setter
+        def busy(self, doing: str) -> None:
+            self._doing = doing
+            if not doing:
+                released.append((self.session.sequence.active, self.session.sequence.length))
+
+    monkeypatch.setattr(follow, "Guest", Late)
+    slow.post("/v1/sessions", id="whole", prompt="Once upon a time")
+    served, released = slow.state.sessions.by_id["whole"], list[tuple[bool, int]]()
+    served.__class__, served._doing = Watched, ""  # type: ignore[attr-defined]
+    prompt = [300 + i % 50 for i in range(40)]
+    path, body = "/v1/completions", {"session_id": "whole", "max_tokens": 8, "prompt": prompt}
+    if kind == "append":
+        path, body = "/v1/sessions/whole/append", {"prompt": prompt}
+    for attempt in range(12):
+        before = served.session.position
+        connection = send(slow, path, **body)
+        until(lambda: served.busy)
+        time.sleep(0.002 * attempt)
+        connection.close()
+        until(lambda: not served.busy)
+        works, after = released[-1]
+        assert not works, attempt
+        added = before + len(prompt)
+        assert after == before or (after == added if kind == "append" else after > added), attempt
+        if after > before:
+            slow.post("/v1/sessions/whole/rewind", tokens=after - before)
+    slow.http.delete("/v1/sessions/whole")
     assert slow.pages() == 0
 
 
