@@ -135,9 +135,11 @@ class Matcher:
 
 
 def _why(matcher: Any) -> str:
-    """What llguidance says is wrong, without its own stack."""
-    said: str = matcher.get_error().partition("\n<backtrace>")[0]
-    return said[:800]
+    """What llguidance says is wrong, without its own stack and state."""
+    said: str = matcher.get_error()
+    for inside in ("\n<backtrace>", "\n<state>"):
+        said = said.partition(inside)[0]
+    return "no text fits it" if said == "NoExtensionBias" else said[:800]
 
 
 class _Adapter:

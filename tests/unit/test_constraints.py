@@ -9,7 +9,7 @@ import pytest
 from quire.engine.constrain import Constrainer
 from quire.errors import RequestError
 from quire.text.tokenizer import Tokenizer
-from quire.types import Constraint, Json, Regex
+from quire.types import Constraint, Grammar, Json, Regex
 from tests.model_folders import MODELS
 
 CONSTRAINER = Constrainer(Tokenizer(MODELS / "tiny-dense"))
@@ -64,6 +64,12 @@ def test_what_is_wrong_is_told_without_a_stack() -> None:
     with pytest.raises(RequestError, match="cannot be compiled") as refused:
         CONSTRAINER.compile(Json({"required": "é" * 50}))
     assert "backtrace" not in str(refused.value)
+
+
+@pytest.mark.parametrize("constraint", [Json({"$ref": "#"}), Grammar("start: start")])
+def test_what_no_text_fits_is_refused_in_a_few_words(constraint: Json | Grammar) -> None:
+    with pytest.raises(RequestError, match=r"^the constraint failed: no text fits it$"):
+        CONSTRAINER.compile(constraint).warm()
 
 
 def test_a_schema_is_not_changed() -> None:
