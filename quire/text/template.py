@@ -17,9 +17,8 @@ from quire.errors import RequestError, TemplateError
 if TYPE_CHECKING:
     import subprocess
 
-_SECONDS = 0.7  # of rendering; starting the worker does not count
-_START_SECONDS = 20.0
-_SETTINGS = {"fuel": 10_000_000, "memory": 256 << 20, "output": 16 << 20}
+_LONGEST_S = 20.0  # of waiting, to start or to render, on a machine that has others to serve
+_SETTINGS = {"cpu_s": 0.5, "fuel": 10_000_000, "memory": 256 << 20, "output": 16 << 20}
 
 # What the engine says when something is too much, besides running out of fuel.
 _TOO_MUCH = re.compile("too large|too many|recursion limit")
@@ -81,7 +80,7 @@ class ChatTemplate:
         except (TypeError, ValueError, RecursionError) as error:
             raise RequestError(f"messages and tools must be plain JSON values: {error}") from None
         with self._lock:
-            answer = self._running().ask(line, _SECONDS)
+            answer = self._running().ask(line, _LONGEST_S)
             if answer is None:
                 self._worker = None
         return self._text(answer)
@@ -127,7 +126,7 @@ class Worker:
         )
         weakref.finalize(self, _end, self._process)
         first = json.dumps({**settings, "library": str(Path(library.origin).parent.parent)})
-        if self.ask(first, _START_SECONDS) is None:
+        if self.ask(first, _LONGEST_S) is None:
             raise TemplateError(
                 f"the process that renders chat templates did not start: {sys.executable} {script}"
             )

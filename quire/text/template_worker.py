@@ -39,13 +39,21 @@ def main() -> None:
     limit_memory(settings["memory"])
     answer({"text": ""})
     for line in sys.stdin:
+        limit_time(settings["cpu_s"])
         answer(render(environment, settings["template"], json.loads(line), settings["output"]))
+        limit_time(0)
 
 
 def answer(value: dict[str, Any]) -> None:
     """Writes one line."""
     sys.stdout.write(json.dumps(value) + "\n")
     sys.stdout.flush()
+
+
+def limit_time(seconds: float) -> None:
+    """Ends the process once it has computed for so long; waiting for others does not count."""
+    if hasattr(signal, "setitimer"):  # not on Windows, where only who waits has a limit
+        signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def limit_memory(limit: int) -> None:
