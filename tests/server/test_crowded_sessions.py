@@ -90,7 +90,10 @@ class Crowd:
             await self._ask("POST", f"/v1/sessions/{own}/save")
             await self._ask("DELETE", f"/v1/sessions/{own}")
             await self._ask("POST", "/v1/sessions", {"open": own, "id": own})
-        tokens = json.loads((await self._ask("GET", f"/v1/sessions/{own}?tokens=1"))[1])["tokens"]
+        status, told = await self._ask("GET", f"/v1/sessions/{own}?tokens=1")
+        if status != 200:  # a fork lives no longer than what it was forked from
+            return
+        tokens = json.loads(told)["tokens"]
         body = {"session_id": own, "prompt": [11], "max_tokens": 8, "temperature": 0}
         status, told = await self._ask(
             "POST", "/v1/completions", {**body, "ignore_eos": True}, also=400

@@ -300,11 +300,19 @@ def test_errors_tell_no_paths(rig: Rig, tmp_path: Path) -> None:
         assert folder not in text and model not in text and str(Path.home()) not in text
 
 
+def test_a_text_to_cut_up_is_held_in_memory_and_so_bounded(rig: Rig) -> None:
+    longer = "word " * (rig.llm.n_ctx + 1)  # than what could be answered
+    assert rig.post("/tokenize", content=longer)["count"] > rig.llm.n_ctx
+    begun = time.process_time()
+    error = rig.refused(400, "/tokenize", content="x" * (20 << 20))
+    assert error["code"] == "context_length_exceeded" and time.process_time() - begun < 2
+
+
 def test_failures_inside_are_not_told(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> None:
+    def broken(*_: object, **more: object) -> None:
         raise ValueError("/secret/path of somebody")
 
-    monkeypatch.setattr(rig.llm, "encode", broken)
+    monkeypatch.setattr(rig.llm.tokenizer, "encode", broken)
     answer = rig.http.post("/tokenize", json={"content": "a"})
     assert answer.status_code == 500 and "secret" not in answer.text
     assert answer.json()["error"]["type"] == "server_error"
