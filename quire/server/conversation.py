@@ -78,19 +78,19 @@ def _allowed(
     """
     if not isinstance(tool_choice, dict) or tool_choice.get("type") != "allowed_tools":
         return tools, tool_choice
-    said = tool_choice.get("allowed_tools", tool_choice)
-    match said:
-        case {"tools": [_, *_] as named, **rest} if rest.get("mode", "auto") in ("auto", "required"):
-            names = [_name(one) for one in named]
-        case _:
-            raise _no_choice()
+    said: Any = tool_choice.get("allowed_tools", tool_choice)
+    listed = said.get("tools") if isinstance(said, dict) else None
+    mode = said.get("mode", "auto") if isinstance(said, dict) else None
+    if not isinstance(listed, list) or not listed or mode not in ("auto", "required"):
+        raise _no_choice()
+    names = [_name(one) for one in listed]
     known = [_name(tool) for tool in tools or []]
     if unknown := [name for name in names if name is None or name not in known]:
         raise ApiError(
             400, f"tool_choice allows {unknown[0]!r:.80}, which is none of the tools",
             param="tool_choice",
         )  # fmt: skip
-    return [t for t, name in zip(tools or [], known, strict=True) if name in names], rest.get("mode")
+    return [one for one in tools or [] if _name(one) in names], mode
 
 
 def _name(tool: Any) -> Any:

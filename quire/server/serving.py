@@ -69,10 +69,10 @@ class _Connection(h11.Connection):
 
     def ahead(self) -> bytes:
         """A byte that what comes next begins with, or may: of `HTTP/1.1`, or of a chunk's size."""
-        if self.our_state is h11.SEND_RESPONSE or (self.our_state is h11.SEND_BODY and self._chunks):
-            self._ahead = True
-            return b"H" if self.our_state is h11.SEND_RESPONSE else b"0"
-        return b""
+        in_chunks = self._chunks and self.our_state is h11.SEND_BODY
+        first = b"H" if self.our_state is h11.SEND_RESPONSE else b"0" if in_chunks else b""
+        self._ahead = bool(first)
+        return first
 
 
 def _head_bytes(request: h11.Request) -> int:
@@ -86,6 +86,7 @@ class Protocol(H11Protocol):
     _body_begun = False
     _refused = False
     _half_closed = False
+    conn: _Connection
 
     def connection_made(self, transport: Any) -> None:
         """The head has to come soon."""
@@ -119,7 +120,7 @@ class Protocol(H11Protocol):
         self._set_deadline(None)
         super().connection_lost(exc)
 
-    def eof_received(self) -> bool:
+    def eof_received(self) -> bool:  # type: ignore[override]  # uvicorn's closes whatever it says
         """Nobody sends any more; whether somebody reads is seen when something is written.
 
         So a byte of the answer goes ahead: a client that is gone resets the connection, and one

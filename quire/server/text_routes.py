@@ -16,7 +16,6 @@ from quire.server.errors import ApiError
 from quire.server.state import State
 from quire.server.wire import as_json, read_as
 
-
 _MOST_TOKENS = 1 << 18
 """Of a text that nobody generates from: it is held whole while it is cut up."""
 

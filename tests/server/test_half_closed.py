@@ -70,7 +70,8 @@ def test_every_request_before_the_end_is_answered(slow: Rig) -> None:
 
 def test_half_a_request_is_none(slow: Rig) -> None:
     connection = socket.create_connection(("127.0.0.1", slow.port))
-    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
+    connection.sendall(head + b"{")
     connection.shutdown(socket.SHUT_WR)
     assert connection.recv(65536) == b""
 

@@ -20,7 +20,9 @@ _LETTER = next(at for at, text in enumerate(_DATA["tokenizer.ggml.tokens"]) if t
 _HOLED = [f"<{at}>" if at == _LETTER else t for at, t in enumerate(_DATA["tokenizer.ggml.tokens"])]
 TOKENIZERS = {
     "bytes": Tokenizer.from_metadata(_DATA),
-    "a byte without a token": Tokenizer.from_metadata(metadata(BPE, pre="llama-bpe", tokens=_HOLED)),
+    "a byte without a token": Tokenizer.from_metadata(
+        metadata(BPE, pre="llama-bpe", tokens=_HOLED)
+    ),
     "a merge to no token": Tokenizer.from_metadata(byte_vocab()),
     "characters": Tokenizer.from_metadata(metadata(load("gemma4"))),
     "pieces": Tokenizer.from_metadata(metadata(load("spm"))),
