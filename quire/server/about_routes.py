@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 from starlette.requests import Request
@@ -36,7 +37,9 @@ async def models(request: Request) -> Response:
     """All models."""
     state: State = request.app.state.quire
     data = [await _told(state, one) for one in state.models.by_name.values()]
-    return as_json({"object": "list", "data": data})
+    names = list(state.models.by_name)
+    ends = {"first_id": names[0], "last_id": names[-1], "has_more": False}  # for Anthropic's client
+    return as_json({"object": "list", "data": data, **ends})
 
 
 async def model(request: Request) -> Response:
@@ -50,6 +53,8 @@ async def _told(state: State, model: ServedModel) -> dict[str, Any]:
     told: dict[str, Any] = {
         "id": model.name, "object": "model", "created": model.created, "owned_by": "quire",
         "loaded": model.loaded, "max_model_len": await state.models.context(model),
+        "type": "model", "display_name": model.name,
+        "created_at": datetime.fromtimestamp(model.created, UTC).isoformat(),
     }  # fmt: skip
     if model.loaded:
         told["meta"] = {

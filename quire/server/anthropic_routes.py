@@ -86,6 +86,11 @@ def _thinking(wanted: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    if (kind := tool.get("type")) not in (None, "custom"):
+        raise ApiError(
+            400, f"tools have an input_schema of their own here; there is no {kind!r:.80}",
+            param="tools",
+        )  # fmt: skip
     schema = tool.get("input_schema", {"type": "object"})
     function = {"name": tool.get("name"), "parameters": schema}
     if "description" in tool:

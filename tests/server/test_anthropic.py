@@ -115,3 +115,17 @@ def test_the_wire_has_names_for_events(rig: Rig) -> None:
     names = [line[7:] for line in lines if line.startswith("event: ")]
     types = [json.loads(line[6:])["type"] for line in lines if line.startswith("data: ")]
     assert names == types
+
+
+def test_models_are_told_in_its_form_too(client: Any) -> None:
+    (model,) = listed = list(client.models.list())
+    assert client.models.retrieve("tiny-dense") == model
+    assert (model.type, model.id, model.display_name) == ("model", "tiny-dense", "tiny-dense")
+    assert model.created_at.tzinfo is not None and len(listed) == 1
+    assert client.models.list().has_more is False
+
+
+def test_tools_that_only_its_own_servers_have_are_refused(client: Any) -> None:
+    search = {"type": "web_search_20250305", "name": "web_search"}
+    with pytest.raises(anthropic.BadRequestError, match="web_search_20250305"):
+        client.messages.create(messages=ASK, tools=[search], **GREEDY)
