@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
@@ -34,6 +35,8 @@ BODY_S = 50.0
 _MOST_HEAD = 64 << 10
 _LOOK_S = 0.02
 """How often it is looked whether a client that sends no more is there."""
+_THREADS = 64
+"""For what takes its time off the event loop: long texts and files of some hold nobody else up."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -189,6 +192,7 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Models first; then requests are taken."""
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, "quire"))
         self.state = self._app.state.quire = State(self._settings)
         try:
             await self.state.open()

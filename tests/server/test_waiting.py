@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 
 from quire.errors import RequestError
 from quire.server import wire
+from quire.server.asking import in_thread
 from tests.server.rig import Rig, serving
 from tests.server.test_leaving import LONG, running, send, until
 
@@ -140,3 +143,16 @@ def test_a_long_prompt_is_not_silent(full: Rig, monkeypatch: pytest.MonkeyPatch)
     assert b"data: " not in got
     connection.close()
     assert full.pages() == 0
+
+
+def test_many_who_take_their_time_hold_nobody_else_up(rig: Rig) -> None:
+    """Long texts are cut up, and files written, in threads that all requests share."""
+    done = threading.Event()
+    home = rig.state.news._home
+    slow = [asyncio.run_coroutine_threadsafe(in_thread(done.wait, 20), home) for _ in range(40)]
+    try:
+        begun = time.monotonic()
+        assert rig.chat("hi")["choices"] and time.monotonic() - begun < 10
+    finally:
+        done.set()
+    assert all(one.result(10) for one in slow)
