@@ -14,7 +14,7 @@ from quire.server import turn as turns
 from quire.server.chat_routes import ChatBody, begin_chat, counted
 from quire.server.conversation import spoken
 from quire.server.dialect import new_id, stopped_by
-from quire.server.errors import ApiError
+from quire.server.errors import ApiError, worded
 from quire.server.turn import Turn
 from quire.server.wire import as_json, event, read_as
 from quire.text.answers import Answer
@@ -87,10 +87,7 @@ def _thinking(wanted: dict[str, Any] | None) -> dict[str, Any] | None:
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     if (kind := tool.get("type")) not in (None, "custom"):
-        raise ApiError(
-            400, f"tools have an input_schema of their own here; there is no {kind!r:.80}",
-            param="tools",
-        )  # fmt: skip
+        raise ApiError(400, f"tools are yours here, with a schema, not {kind!r:.80}", param="tools")
     schema = tool.get("input_schema", {"type": "object"})
     function = {"name": tool.get("name"), "parameters": schema}
     if "description" in tool:
@@ -180,11 +177,12 @@ async def messages(request: Request) -> Response:
         return _Answer(turn, chat.parallel_tool_calls is False, body.stop_sequences)
 
     beginning = begin_chat(request, chat)
-    if chat.streams:
-        return await turns.stream(
-            request, beginning, lambda turn: answer(turn).events(), _refused_event
-        )
-    return as_json(await turns.finish(request, beginning, lambda turn: answer(turn).whole()))
+    with worded({"stop": "stop_sequences", "response_format": "output_config"}):
+        if chat.streams:
+            return await turns.stream(
+                request, beginning, lambda turn: answer(turn).events(), _refused_event
+            )
+        return as_json(await turns.finish(request, beginning, lambda turn: answer(turn).whole()))
 
 
 async def count_tokens(request: Request) -> Response:

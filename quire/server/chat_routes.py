@@ -15,7 +15,7 @@ from quire.api.texts import ChatPrompt
 from quire.server import turn as turns
 from quire.server.asking import MOST_TOPS, Common, in_thread
 from quire.server.conversation import Spoken, chat_prompt, spoken
-from quire.server.errors import ApiError
+from quire.server.errors import ApiError, worded
 from quire.server.logprobs import chat_form
 from quire.server.progress import Watched
 from quire.server.run import Ask
@@ -61,11 +61,14 @@ async def chat(request: Request) -> Response:
     """The next turn of a conversation."""
     body = await read_as(request, ChatBody)
     beginning = begin_chat(request, body)
-    if body.streams:
-        return await turns.stream(
-            request, beginning, lambda turn: _Answer(turn, body).chunks(), refused
-        )
-    return as_json(await turns.finish(request, beginning, lambda turn: _Answer(turn, body).whole()))
+    newer = {} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
+    with worded(newer):
+        if body.streams:
+            return await turns.stream(
+                request, beginning, lambda turn: _Answer(turn, body).chunks(), refused
+            )
+        whole = await turns.finish(request, beginning, lambda turn: _Answer(turn, body).whole())
+    return as_json(whole)
 
 
 async def begin_chat(request: Request, body: ChatBody) -> Turn:

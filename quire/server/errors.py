@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -118,3 +119,17 @@ def about(param: str) -> Iterator[None]:
         yield
     except (ContextError, TemplateError, TokenizerError) as error:
         raise told(error, param) from error
+
+
+@contextmanager
+def worded(names: Mapping[str, str]) -> Iterator[None]:
+    """What is wrong with a field is told by the name that a client knows it by."""
+    try:
+        yield
+    except (ApiError, RequestError) as error:
+        name = names.get(error.param or "")
+        if name is None:
+            raise
+        found = told(error)
+        message = re.sub(rf"\b{error.param}\b", name, found.message)
+        raise ApiError(found.status, message, code=found.code, param=name) from error

@@ -14,7 +14,7 @@ from quire.server import turn as turns
 from quire.server.asking import in_thread
 from quire.server.completions_routes import CompletionBody, begin_completion
 from quire.server.dialect import stopped_by
-from quire.server.errors import ApiError
+from quire.server.errors import ApiError, worded
 from quire.server.llamacpp_about import DEFAULTS, settings_of
 from quire.server.logprobs import with_ids
 from quire.server.progress import Watched
@@ -24,6 +24,11 @@ from quire.server.turn import Turn
 from quire.server.wire import as_json, event, read_as
 from quire.text.infill import infill_tokens
 from quire.types import TokenLogprob
+
+_WORDS = {
+    "max_tokens": "n_predict", "logprobs": "n_probs", "repetition_penalty": "repeat_penalty",
+}  # fmt: skip
+"""What llama.cpp's clients call some of our fields."""
 
 
 class LlamaBody(msgspec.Struct, kw_only=True):
@@ -139,9 +144,11 @@ async def _completed(
     beginning = begin_completion(
         request, body.as_completion(bias), lambda llm, _, behind: read(llm, behind)
     )
-    if body.stream:
-        return await turns.stream(request, beginning, lambda turn: _events(turn, body), _refused)
-    made = await turns.finish(request, beginning, lambda turn: _whole(turn.run, body))
+    with worded(_WORDS):
+        if body.stream:
+            chunks = lambda turn: _events(turn, body)  # noqa: E731
+            return await turns.stream(request, beginning, chunks, _refused)
+        made = await turns.finish(request, beginning, lambda turn: _whole(turn.run, body))
     if body.response_fields:
         made = [_only(one, body.response_fields) for one in made]
     return as_json(made[0] if len(made) == 1 else made)

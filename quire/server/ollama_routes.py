@@ -16,7 +16,7 @@ from quire.server.chat_routes import ChatBody, begin_chat
 from quire.server.completions_routes import CompletionBody, begin_completion
 from quire.server.conversation import Spoken, spoken
 from quire.server.dialect import LineStream, line
-from quire.server.errors import ApiError
+from quire.server.errors import ApiError, worded
 from quire.server.keep_alive import keep
 from quire.server.logprobs import chat_form
 from quire.server.models import ServedModel
@@ -211,11 +211,12 @@ def _said(answer: Answer) -> dict[str, Any]:
 async def _answer(
     request: Request, beginning: Coroutine[Any, Any, Turn], streams: bool, form: Any
 ) -> Response:
-    if streams:
-        return await turns.stream(
-            request, beginning, lambda turn: _lines(turn, form), _refused_line, LineStream
-        )
-    return as_json(await turns.finish(request, beginning, lambda turn: _whole(turn.run, form)))
+    with worded({ours: theirs for theirs, ours in _NAMES.items()}):
+        if streams:
+            return await turns.stream(
+                request, beginning, lambda turn: _lines(turn, form), _refused_line, LineStream
+            )
+        return as_json(await turns.finish(request, beginning, lambda turn: _whole(turn.run, form)))
 
 
 def _refused_line(error: ApiError) -> bytes:

@@ -189,7 +189,7 @@ def test_to_look_at_memory_is_not_to_use_a_model(tmp_path: Path) -> None:
         assert held["tiny-hybrid"] == memory(model="tiny-hybrid")["used_bytes"]
         budget = rig.state.models.budget
         assert budget is not None and told["budget_bytes"] == budget.limit
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while rig.state.models.loaded:  # they go although somebody looks all the time
             assert time.monotonic() < deadline
             memory()
@@ -290,3 +290,37 @@ def test_models_that_are_not_loaded_say_how_much_they_read(tmp_path: Path) -> No
     with serving(tmp_path, DENSE, HYBRID, load={"n_ctx": 300}) as rig:
         for name in names:
             assert rig.http.get(f"/v1/models/{name}").json()["max_model_len"] == 300
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "body"),
+    [
+        ("/v1/chat/completions", "max_tokens", {"messages": turns("a"), "max_tokens": 0}),
+        (
+            "/v1/chat/completions",
+            "max_completion_tokens",
+            {"messages": turns("a"), "max_completion_tokens": 0},
+        ),
+        ("/v1/responses", "max_output_tokens", {"input": "a", "max_output_tokens": 0}),
+        ("/v1/responses", "input", {"input": "word " * 5000}),
+        ("/completion", "n_probs", {"prompt": "a", "n_probs": -1}),
+        ("/completion", "repeat_penalty", {"prompt": "a", "repeat_penalty": 0}),
+        ("/api/generate", "num_predict", {"prompt": "a", "options": {"num_predict": 0}}),
+        ("/v1/messages", "stop_sequences", {"messages": turns("a"), "stop_sequences": ["a"] * 999}),
+    ],
+)
+@pytest.mark.parametrize("stream", [True, False])
+def test_errors_name_fields_as_clients_do(
+    rig: Rig, path: str, field: str, body: dict[str, Any], stream: bool
+) -> None:
+    asked = {"model": "tiny-dense", "stream": stream, **body}
+    if path == "/v1/messages":
+        asked["max_tokens"] = 5
+    answer = rig.http.post(path, json=asked)
+    error = answer.json()["error"]
+    assert answer.status_code == 400
+    if isinstance(error, str):
+        assert error.startswith(field)
+    else:
+        assert error["param"] == field
+        assert field in error["message"] or error["code"] == "context_length_exceeded"
