@@ -10,9 +10,10 @@ from typing import Self
 from quire.api.marks import Marked
 from quire.api.requests import Requests
 from quire.api.stream import off_the_loop
+from quire.engine.endings import Holder
 from quire.engine.history import WayBack
-from quire.engine.loop import Work
 from quire.engine.sequence import Mark, Sequence
+from quire.engine.work import Work
 from quire.errors import QuireError
 
 
@@ -50,45 +51,50 @@ class Appended(Marked):
 
     def append(self, prompt: str | Seq[int]) -> Self:
         """Adds text or token ids and computes them now."""
-        appending = self._appending(prompt)
-        computed = False
-        try:
-            self._loop.wait(appending.work)
-            computed = True
-        finally:
-            self._loop.call(lambda: appending.settle(keep=computed))
+        holder = Holder()
+        with holder.lock:
+            appending = self._appending(prompt, holder)
+            computed = False
+            try:
+                self._loop.wait(appending.work)
+                computed = True
+            finally:
+                self._loop.call(lambda: appending.settle(keep=computed))
         if appending.work.error:
             raise appending.work.error
         return self
 
     async def aappend(self, prompt: str | Seq[int]) -> Self:
         """`append` for coroutines; a task that is cancelled has appended nothing."""
-        loop, begun = self._loop, list[Appending]()
+        from quire.engine.guest import guest_holder
+
+        loop, begun, holder = self._loop, list[Appending](), guest_holder()
 
         def undo() -> None:
             for appending in begun:
                 appending.settle(keep=False)
 
-        try:
-            await off_the_loop(lambda: begun.append(self._appending(prompt)))
-            await loop.wait_async(begun[0].work)
-        except GeneratorExit:  # its event loop is gone
-            loop.later(undo)
-            raise
-        except BaseException:
-            await off_the_loop(lambda: loop.call(undo))
-            raise
-        loop.later(lambda: begun[0].settle(keep=True))
+        with holder.lock:
+            try:
+                await off_the_loop(lambda: begun.append(self._appending(prompt, holder)))
+                await loop.wait_async(begun[0].work)
+            except GeneratorExit:  # its event loop is gone
+                loop.later(undo)
+                raise
+            except BaseException:
+                await off_the_loop(lambda: loop.call(undo))
+                raise
+            loop.later(lambda: begun[0].settle(keep=True))
         if error := begun[0].work.error:
             raise error
         return self
 
-    def _appending(self, prompt: str | Seq[int]) -> Appending:
+    def _appending(self, prompt: str | Seq[int], holder: Holder) -> Appending:
         """Starts it; text that somebody else was quicker than is no beginning any more."""
 
         def begin() -> Appending | None:
             stale = isinstance(prompt, str) and bool(self._live().length) != bool(behind)
-            return None if stale else self.start_append(tokens)
+            return None if stale else self.start_append(tokens, holder)
 
         while True:
             behind = self._live().length
@@ -96,8 +102,8 @@ class Appended(Marked):
             if (begun := self._loop.call(begin)) is not None:
                 return begun
 
-    def start_append(self, tokens: Seq[int]) -> Appending:
-        """Lets the next steps compute more tokens; on the loop."""
+    def start_append(self, tokens: Seq[int], holder: Holder | None = None) -> Appending:
+        """Lets the next steps compute more tokens, while the holder waits; on the loop."""
         sequence, engine = self._resting(), self._engine
         way_back = engine.history.way_back(sequence)
 
@@ -112,7 +118,9 @@ class Appended(Marked):
 
         try:
             engine.append(sequence, tokens)
-            return Appending(self._loop.compute(sequence, undo), way_back)
+            made = Appending(self._loop.compute(sequence, holder, undo), way_back)
+            self._loop.when_left(holder, made.work.ref, lambda: made.settle(keep=False))
+            return made
         except BaseException:
             undo()
             raise

@@ -13,9 +13,10 @@ import numpy as np
 from quire.api.arguments import Stop
 from quire.api.stream import end_all_soon, off_the_loop
 from quire.api.texts import Prompt
-from quire.engine.loop import Job
+from quire.engine.endings import Holder
 from quire.engine.request import Request
 from quire.engine.sequence import Sequence
+from quire.engine.work import Job
 from quire.errors import RequestError
 from quire.types import Completion
 
@@ -53,23 +54,25 @@ class Choices:
             return request
         return replace(request, sampling=request.sampling.replace(logprobs=0))
 
-    def start(self, llm: Generating, request: Request, stop: Stop, prompt: Prompt) -> list[Job]:
-        """All answers to a prompt, under way."""
+    def start(
+        self, llm: Generating, request: Request, stop: Stop, prompt: Prompt, holder: Holder
+    ) -> list[Job]:
+        """All answers to a prompt, under way for as long as the holder waits."""
         if self.made == 1:
-            return [llm.start_prompt(request, stop, prompt)]
-        fork = self._forks(llm, request, stop)
+            return [llm.start_prompt(request, stop, prompt, holder)]
+        fork = self._forks(llm, request, stop, holder)
         with llm.session(request.salt) as root:
             root.append(prompt)
             return llm.loop.call(lambda: fork(root.sequence))
 
     async def astart(
-        self, llm: Generating, request: Request, stop: Stop, prompt: Prompt
+        self, llm: Generating, request: Request, stop: Stop, prompt: Prompt, holder: Holder
     ) -> list[Job]:
         """The same for coroutines; one that is cancelled does not wait for the whole prompt."""
         if self.made == 1:
-            start = partial(self.start, llm, request, stop, prompt)
+            start = partial(self.start, llm, request, stop, prompt, holder)
             return await off_the_loop(start, end_all_soon)
-        fork = await off_the_loop(partial(self._forks, llm, request, stop))
+        fork = await off_the_loop(partial(self._forks, llm, request, stop, holder))
         root = await off_the_loop(partial(llm.session, request.salt))
         try:
             await root.aappend(prompt)
@@ -79,7 +82,7 @@ class Choices:
             llm.loop.later(root.close)
 
     def _forks(
-        self, llm: Generating, request: Request, stop: Stop
+        self, llm: Generating, request: Request, stop: Stop, holder: Holder
     ) -> Callable[[Sequence], list[Job]]:
         """Sets all answers going on forks of the prompt, once that is computed; on the loop."""
         started = time.perf_counter()
@@ -92,7 +95,7 @@ class Choices:
             try:
                 for one, text in zip(requests, texts, strict=True):
                     own, twin = matcher and matcher.copy(), llm.engine.fork(source)
-                    jobs.append(llm.loop.start(twin, one, text, own, keep=False))
+                    jobs.append(llm.loop.start(twin, one, text, own, keep=False, holder=holder))
                     jobs[-1].started = started
                     twin.count_cached(source.cached)
             except BaseException:

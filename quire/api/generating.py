@@ -14,8 +14,9 @@ from quire.api.requests import ChatOptions, Options, Speculate
 from quire.api.stream import AsyncStream, Stream, end_soon
 from quire.api.texts import Messages, Prompt, Several, prompts_of
 from quire.api.vectors import Vectors
-from quire.engine.loop import Job
+from quire.engine.endings import Holder
 from quire.engine.request import Request
+from quire.engine.work import Job
 from quire.types import Completion, Constraint, Sampling, SamplingFields
 
 
@@ -64,15 +65,17 @@ class Generating(Vectors):
         choices = Choices.of(n, best_of)
         prompts, several = prompts_of(prompt)
         jobs: list[list[Job]] = []
-        try:
-            for one in prompts:
-                jobs.append(choices.start(self, choices.request(request), stop, one))
-            for job in chain(*jobs):
-                self.loop.wait(job)
-            answers = [self._answers(some, choices, request, n) for some in jobs]
-        finally:
-            for job in chain(*jobs):
-                self.end(job)
+        holder = Holder()
+        with holder.lock:
+            try:
+                for one in prompts:
+                    jobs.append(choices.start(self, choices.request(request), stop, one, holder))
+                for job in chain(*jobs):
+                    self.loop.wait(job)
+                answers = [self._answers(some, choices, request, n) for some in jobs]
+            finally:
+                for job in chain(*jobs):
+                    self.end(job)
         return answers if several else answers[0]
 
     def _answers(
@@ -113,19 +116,24 @@ class Generating(Vectors):
         **fields: Unpack[SamplingFields],
     ) -> Any:  # fmt: skip
         """`generate` for coroutines; cancelling the task gives its pages back."""
+        from quire.engine.guest import guest_holder
+
         request = self.request(sampling, speculate, constraint, cache_salt, fields)
         choices = Choices.of(n, best_of)
         prompts, several = prompts_of(prompt)
         jobs: list[list[Job]] = []
-        try:
-            for one in prompts:
-                jobs.append(await choices.astart(self, choices.request(request), stop, one))
-            for job in chain(*jobs):
-                await self.done(job)
-            answers = [self._answers(some, choices, request, n) for some in jobs]
-        finally:
-            for job in chain(*jobs):
-                end_soon(job)
+        holder = guest_holder()
+        with holder.lock:
+            try:
+                for one in prompts:
+                    asked = choices.request(request)
+                    jobs.append(await choices.astart(self, asked, stop, one, holder))
+                for job in chain(*jobs):
+                    await self.done(job)
+                answers = [self._answers(some, choices, request, n) for some in jobs]
+            finally:
+                for job in chain(*jobs):
+                    end_soon(job)
         return answers if several else answers[0]
 
     def stream(

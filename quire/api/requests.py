@@ -12,11 +12,13 @@ from quire.api.texts import Prompt, Texts
 from quire.config import LoadConfig
 from quire.engine.constrain import Matcher
 from quire.engine.drafter import Speculator
+from quire.engine.endings import Holder
 from quire.engine.engine import Engine
 from quire.engine.generation import Transcript
-from quire.engine.loop import Job, Loop
+from quire.engine.loop import Loop
 from quire.engine.request import Request
 from quire.engine.sequence import Sequence
+from quire.engine.work import Job
 from quire.models.active import ActiveSize
 from quire.speculate import speculator
 from quire.speculate.draft_model import Loaded
@@ -72,13 +74,16 @@ class Requests(Texts):
             self.speculator(speculate),
         )  # fmt: skip
 
-    def start_prompt(self, request: Request, stop: Stop, prompt: Prompt) -> Job:
+    def start_prompt(
+        self, request: Request, stop: Stop, prompt: Prompt, holder: Holder | None = None
+    ) -> Job:
         """A request under way for a prompt."""
-        return self.start(replace(request, tokens=tuple(self.tokens_of(prompt))), stop)
+        asked = replace(request, tokens=tuple(self.tokens_of(prompt)))
+        return self.start(asked, stop, holder=holder)
 
     def start(
         self, request: Request, stop: Stop,
-        session: Callable[[], Sequence] | None = None,
+        session: Callable[[], Sequence] | None = None, holder: Holder | None = None,
     ) -> Job:  # fmt: skip
         """A request under way, on a session's sequence or on one of its own.
 
@@ -88,7 +93,8 @@ class Requests(Texts):
 
         def begin() -> Job:
             sequence = session() if session else self.engine.new_sequence()
-            return self.loop.start(sequence, request, transcript, matcher, keep=session is not None)
+            keep = session is not None
+            return self.loop.start(sequence, request, transcript, matcher, keep, holder)
 
         return self.loop.call(begin)
 

@@ -16,10 +16,11 @@ from quire.api.appending import Appended
 from quire.api.arguments import Stop, check_pin, check_span, constraint_of, path_of, sampling_of
 from quire.api.ending import Ending
 from quire.api.stream import AsyncStream, Stream, end_soon, off_the_loop
-from quire.engine.loop import Job, Work
+from quire.engine.endings import Holder
 from quire.engine.request import Request
 from quire.engine.sequence import Mark, Sequence
 from quire.engine.session_saving import Saving
+from quire.engine.work import Job, Work
 from quire.errors import RequestError
 from quire.types import Completion, Constraint, Sampling, SamplingFields, shortened
 
@@ -71,6 +72,8 @@ class Session(Appended):
     @property
     def position(self) -> int:
         """Where the next token goes."""
+        if self._loop.seat.endings.left:
+            self._loop.call(lambda: None)
         return self._live().length
 
     def generate(
@@ -79,11 +82,13 @@ class Session(Appended):
         **fields: Unpack[SamplingFields],
     ) -> Completion:  # fmt: skip
         """Goes on from here; what it makes becomes part of the session."""
-        job = self._start(sampling, speculate, stop, constraint, fields)
-        try:
-            self._loop.wait(job)
-        finally:
-            self._llm.end(job)
+        holder = Holder()
+        with holder.lock:
+            job = self._start(sampling, speculate, stop, constraint, fields, holder)
+            try:
+                self._loop.wait(job)
+            finally:
+                self._llm.end(job)
         return self._llm.completion(job)
 
     async def agenerate(
@@ -92,12 +97,16 @@ class Session(Appended):
         **fields: Unpack[SamplingFields],
     ) -> Completion:  # fmt: skip
         """`generate` for coroutines; a task that is cancelled leaves what came until then."""
-        start = partial(self._start, sampling, speculate, stop, constraint, fields)
-        job = await off_the_loop(start, end_soon)
-        try:
-            await self._llm.done(job)
-        finally:
-            end_soon(job)
+        from quire.engine.guest import guest_holder
+
+        holder = guest_holder()
+        start = partial(self._start, sampling, speculate, stop, constraint, fields, holder)
+        with holder.lock:
+            job = await off_the_loop(start, end_soon)
+            try:
+                await self._llm.done(job)
+            finally:
+                end_soon(job)
         return self._llm.completion(job)
 
     def stream(
@@ -122,22 +131,22 @@ class Session(Appended):
 
     def _start(
         self, sampling: Sampling | None, speculate: Speculate, stop: Stop,
-        constraint: Constraint | None, fields: SamplingFields,
+        constraint: Constraint | None, fields: SamplingFields, holder: Holder | None = None,
     ) -> Job:  # fmt: skip
         self._live()
         chosen, speculator = sampling_of(sampling, fields), self._llm.speculator(speculate)
         request = Request((), chosen, constraint_of(constraint), speculate=speculator)
-        return self._llm.start(request, stop, self._live)
+        return self._llm.start(request, stop, self._live, holder)
 
     def logits(self) -> NDArray[np.float32]:
         """Logits after the last token."""
 
-        def known(sequence: Sequence) -> NDArray[np.float32] | Work:
+        def known(sequence: Sequence, holder: Holder) -> NDArray[np.float32] | Work:
             if not sequence.length:
                 raise RequestError("an empty session has no logits; append something first")
             if sequence.logits is None:
                 self._engine.history.want_logits(sequence)
-                return self._loop.compute(sequence)
+                return self._loop.compute(sequence, holder)
             return sequence.logits.copy()
 
         return self._computed(known)
@@ -164,7 +173,7 @@ class Session(Appended):
 
         check_pin(pin, ttl_s)
 
-        def keep(sequence: Sequence) -> None:
+        def keep(sequence: Sequence, _: Holder) -> None:
             if not sequence.length or sequence.edited:
                 raise RequestError("there is nothing to keep: no tokens, or some were taken out")
             if not sequence.shared:
@@ -184,7 +193,7 @@ class Session(Appended):
         logits. It frees room in a context that is full.
         """
 
-        def remove(sequence: Sequence) -> None:
+        def remove(sequence: Sequence, _: Holder) -> None:
             span = check_span(start, stop, sequence.length)
             self._engine.history.remove(sequence, *span)
 
@@ -226,16 +235,20 @@ class Session(Appended):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _computed(self, ready: Callable[[Sequence], T | Work]) -> T:
+    def _computed(self, ready: Callable[[Sequence, Holder], T | Work]) -> T:
         """Does something as soon as everything appended is in memory; work may come of it first."""
+        holder = Holder()
 
         def attempt() -> T | Work:
             sequence = self._resting()
             self._engine.ensure_resident(sequence)
-            return self._loop.compute(sequence) if sequence.pending else ready(sequence)
+            if sequence.pending:
+                return self._loop.compute(sequence, holder)
+            return ready(sequence, holder)
 
-        while isinstance(found := self._loop.call(attempt), Work):
-            self._loop.finish(found)
+        with holder.lock:
+            while isinstance(found := self._loop.call(attempt), Work):
+                self._loop.finish(found)
         return found
 
     def __repr__(self) -> str:

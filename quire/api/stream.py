@@ -7,7 +7,7 @@ from contextlib import suppress
 from threading import Lock
 from typing import TYPE_CHECKING, TypeVar
 
-from quire.engine.loop import Job
+from quire.engine.work import Job
 from quire.errors import RequestError
 from quire.types import Completion
 

@@ -6,14 +6,22 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 
+from quire.engine.endings import Holder
 from quire.engine.waiting import Steps, Waiter
+
+
+def guest_holder() -> Holder:
+    """A coroutine that will wait for something."""
+    return Holder(asyncio.get_running_loop())
 
 
 class Guest(Waiter):
     """A coroutine that waits; it is woken in its own event loop."""
 
-    def __init__(self, steps: Steps, done: Callable[[], bool]) -> None:
-        super().__init__(steps, done)
+    def __init__(
+        self, steps: Steps, done: Callable[[], bool], holder: Holder | None = None
+    ) -> None:
+        super().__init__(steps, done, holder)
         self._home = asyncio.get_running_loop()
         self.future: asyncio.Future[None] = self._home.create_future()
 

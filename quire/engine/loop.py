@@ -14,126 +14,19 @@ from weakref import WeakValueDictionary
 
 from quire.engine.aside import Aside
 from quire.engine.constrain import Matcher
+from quire.engine.endings import Holder, Ref
 from quire.engine.engine import Engine
 from quire.engine.generation import Transcript
 from quire.engine.request import Request
-from quire.engine.seat import Ref, Seat
+from quire.engine.seat import Seat
 from quire.engine.sequence import Sequence
 from quire.engine.waiting import NAP
-from quire.errors import QuireError, RequestError
-from quire.memory.stats import Footprint
-from quire.types import FinishReason, StepOutput, TokenLogprob
+from quire.engine.work import Job, Work
+from quire.errors import RequestError
+from quire.types import StepOutput
 
 T = TypeVar("T")
 A = TypeVar("A", bound=Aside)
-
-
-class Work:
-    """Something under way on a sequence; whoever lets go of it early ends it."""
-
-    def __init__(self, loop: Loop, sequence: Sequence, undo: Callable[[], None]) -> None:
-        self.loop = loop
-        self.sequence = sequence
-        self.error: QuireError | None = None
-        self.ended = False
-        self.undo = undo
-        """Ends it early; on the loop."""
-        self.told: list[Callable[[], None]] = []
-        """Called on the loop whenever something came of it."""
-        self.ref = loop.when_gone(self, undo)
-
-    @property
-    def done(self) -> bool:
-        """Whether nothing more will come; what was computed may have lost its pages since."""
-        return self.ended or self.error is not None or not self.sequence.active
-
-    @property
-    def has_news(self) -> bool:
-        """Whether a reader has something to take, or nothing to wait for."""
-        return self.done
-
-    def receive(self, output: StepOutput) -> None:
-        """Takes in what a step added, or that it failed."""
-        self.error = output.error
-
-
-class Job(Work):
-    """One request: its tokens and its text, as far as they have come."""
-
-    def __init__(
-        self, loop: Loop, sequence: Sequence, request: Request, transcript: Transcript,
-        undo: Callable[[], None],
-    ) -> None:  # fmt: skip
-        super().__init__(loop, sequence, undo)
-        self.request = request
-        self.transcript = transcript
-        self.prompt_tokens = sequence.length + len(request.tokens)
-        self.finish_reason: FinishReason | None = None
-        self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprob] = []
-        self.started = self.first = self.last = time.perf_counter()
-        self.held: Footprint | None = None
-        """What its sequence held when it ended."""
-        self.peak_bytes = 0
-        self._taken = 0
-        self._reading = Lock()
-        ends = frozenset() if request.sampling.ignore_eos else loop.engine.end_ids
-        self._hidden: frozenset[int] = ends
-
-    @property
-    def done(self) -> bool:
-        """Whether nothing more will come."""
-        return self.finish_reason is not None or self.error is not None
-
-    def receive(self, output: StepOutput) -> None:
-        """Takes in what a step added; it is done once everything else is there."""
-        self.last = time.perf_counter()
-        if not self.token_ids:
-            self.first = self.last
-            if not output.finish_reason:  # else it is looked at below
-                self._look()
-        self.logprobs.extend(output.logprobs)
-        self.token_ids.extend(output.token_ids)
-        self.transcript.read(self.token_ids, self._hidden)
-        if output.finish_reason:
-            self.transcript.end()
-            self.held = self._look()
-        self.error = output.error
-        self.finish_reason = output.finish_reason
-
-    def cancel(self) -> None:
-        """Nobody waits for the rest; its pages are still there to be counted."""
-        if not self.done:
-            self.held = self._look()
-            self.finish_reason = "cancelled"
-
-    def _look(self) -> Footprint:
-        held = self.loop.engine.memory.footprint(self.sequence.id)
-        self.peak_bytes = max(self.peak_bytes, held.bytes)
-        return held
-
-    @property
-    def text(self) -> str:
-        """All that has come."""
-        return "".join(self.transcript.pieces)
-
-    @property
-    def has_text(self) -> bool:
-        """Whether a reader has something to take."""
-        return any(self.transcript.pieces[self._taken :])
-
-    @property
-    def has_news(self) -> bool:
-        """Whether a reader has something to take, or nothing to wait for."""
-        return self.done or self.has_text
-
-    def take(self) -> str:
-        """The text that came since the last call; of several readers, each gets what is new."""
-        with self._reading:
-            end = len(self.transcript.pieces)
-            text = "".join(self.transcript.pieces[self._taken : end])
-            self._taken = end
-            return text
 
 
 class Loop:
@@ -162,7 +55,14 @@ class Loop:
 
     def when_gone(self, handle: object, ending: Callable[[], None]) -> Ref:
         """Ends something before the next step once nobody holds its handle any more."""
-        return self.seat.when_gone(handle, lambda: self.settled(ending))
+        return self.seat.endings.when_gone(handle, lambda: self.settled(ending))
+
+    def when_left(
+        self, holder: Holder | None, what: Ref | Holder, ending: Callable[[], None]
+    ) -> None:
+        """Ends something before the next step once whoever waits for it does so no more."""
+        if holder is not None:
+            self.seat.endings.when_left(holder, what, lambda: self.settled(ending))
 
     def settled(self, fn: Callable[[], T]) -> T:
         """Does something when no step is under way on the device any more."""
@@ -183,19 +83,29 @@ class Loop:
         One at a time: they give way to whatever needs room, and so would never end together.
         """
         made: list[A] = []
+        holder = Holder()
+
+        def begin() -> None:
+            self.when_left(holder, holder, close)
+            made.append(make())
 
         def step() -> bool:
             return made[0].done or made[0].step()  # it may have been closed just before
 
+        def close() -> None:
+            self.seat.endings.settled(holder)
+            for one in made:
+                one.close()
+
         self.seat.check_process()
-        with self._aside:
+        with self._aside, holder.lock:
             try:
-                self.call(lambda: made.append(make()))
+                self.call(begin)
                 while not made[0].done:
                     if not self.call(step) and not self.seat.turn(self):
                         time.sleep(NAP)  # somebody else drives those who have to end first
             finally:
-                self.call(lambda: [one.close() for one in made])
+                self.call(close)
         return made[0]
 
     # -- work on sequences: these are called on the loop ------------------------------------------
@@ -210,9 +120,12 @@ class Loop:
 
     def start(
         self, sequence: Sequence, request: Request, transcript: Transcript,
-        matcher: Matcher | None, keep: bool,
+        matcher: Matcher | None, keep: bool, holder: Holder | None = None,
     ) -> Job:  # fmt: skip
-        """Sets a request going; `keep` lets the sequence live on when it is done."""
+        """Sets a request going; `keep` lets the sequence live on when it is done.
+
+        It ends early once its holder waits no more; without one, when the job itself is let go of.
+        """
         engine = self.engine
         self.check_idle(sequence)
 
@@ -222,6 +135,7 @@ class Loop:
 
         job = Job(self, sequence, request, transcript, undo)
         self._work[sequence.id] = job
+        self.when_left(holder, job.ref, lambda: self.end(job))
         try:
             self._deliver(
                 self._in_step(lambda: engine.start(sequence, request, matcher, transcript))
@@ -231,20 +145,23 @@ class Loop:
             raise
         return job
 
-    def compute(self, sequence: Sequence, undo: Callable[[], None] | None = None) -> Work:
-        """Computes what is pending of a sequence."""
+    def compute(
+        self, sequence: Sequence, holder: Holder | None, undo: Callable[[], None] | None = None
+    ) -> Work:
+        """Computes what is pending of a sequence, for as long as its holder waits."""
         self.check_idle(sequence)
         if sequence.pending:
             self.engine.activate(sequence)
         work = Work(self, sequence, undo or (lambda: self.engine.stop(sequence)))
         self._work[sequence.id] = work
+        self.when_left(holder, work.ref, lambda: self.end(work))
         return work
 
     def end(self, work: Work) -> None:
         """Ends work early, or tidies up behind it; once is enough."""
         if self._work.get(work.sequence.id) is work:
             del self._work[work.sequence.id]
-            self.seat.settled(work.ref)
+            self.seat.endings.settled(work.ref)
             if isinstance(work, Job):
                 work.cancel()
                 work.undo()
@@ -294,16 +211,19 @@ class Loop:
 
     async def wait_async(self, work: Work) -> None:
         """The same for a coroutine, until there is something to read."""
-        from quire.engine.guest import Guest
+        from quire.engine.guest import Guest, guest_holder
 
-        if not work.has_news:
-            guest = Guest(self, lambda: work.has_news or self._closing)
+        if work.has_news:
+            return
+        holder = guest_holder()
+        with holder.lock:
+            guest = Guest(self, lambda: work.has_news or self._closing, holder)
             self.seat.add_guest(guest)
             try:
                 await guest.future
             finally:
                 self.seat.remove_guest(guest)
-            self._check_open(work)
+        self._check_open(work)
 
     def _check_open(self, work: Work) -> None:
         finished = isinstance(work, Job) and work.finish_reason not in (None, "cancelled")

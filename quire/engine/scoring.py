@@ -15,8 +15,9 @@ from quire.engine.aside import LEAST, Reading
 from quire.engine.constrain import Matcher
 from quire.engine.engine import Engine
 from quire.engine.generation import Transcript
-from quire.engine.loop import Job, Loop
+from quire.engine.loop import Loop
 from quire.engine.request import Request
+from quire.engine.work import Job
 from quire.errors import RequestError
 from quire.ops import Array
 from quire.types import TokenLogprob

@@ -16,19 +16,18 @@ from __future__ import annotations
 import os
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from quire.engine.endings import Endings, Holder
 from quire.engine.exit import keep_at_exit
 from quire.engine.signals import SignalsLater
 from quire.engine.waiting import NAP, Bell, Call, Steps, Waiter
-from quire.errors import QuireError, RequestError
+from quire.errors import RequestError
 
 T = TypeVar("T")
-Ref = weakref.ref[Any]
 _IDLE = 1.0  # seconds after which the seat's own thread ends
 _LAST_STEP = 10.0  # seconds that the end of the process waits for a step
 
@@ -43,9 +42,7 @@ class Seat:
         self._depth = 0
         self._last: int | None = None  # nobody but this thread takes it any more
         self._calls: deque[Call[Any]] = deque()
-        self._later: deque[Callable[[], None]] = deque()
-        self._gone: deque[Ref] = deque()
-        self._endings: dict[Ref, Callable[[], None]] = {}
+        self.endings = Endings()
         self._waiters: list[Waiter] = []
         self._guests: list[Waiter] = []  # those that cannot drive themselves
         self._thread: threading.Thread | None = None
@@ -104,11 +101,13 @@ class Seat:
                 finally:
                     self.leave()
                     self._pass_on()
-        return self._called_elsewhere(Call(fn))
+        return self._called_elsewhere(fn)
 
-    def _called_elsewhere(self, call: Call[T]) -> T:
-        self._calls.append(call)
-        try:
+    def _called_elsewhere(self, fn: Callable[[], T]) -> T:
+        holder = Holder()
+        with holder.lock:
+            call = Call(fn, holder)
+            self._calls.append(call)
             while not call.finished():
                 with SignalsLater():
                     if self.take():  # whoever drove is gone
@@ -117,13 +116,11 @@ class Seat:
                         finally:
                             self.leave()
                             self._pass_on()
-        finally:
-            call.dropped = True
         return call.result()
 
     def later(self, action: Callable[[], None]) -> None:
         """Does something before the next step; nobody waits for it."""
-        self._later.append(action)
+        self.endings.later(action)
 
     def end(self, action: Callable[[], None]) -> None:
         """Ends something: now, or before the next step where this thread drives already.
@@ -146,38 +143,16 @@ class Seat:
                 "garbage is collected, cannot use it; do so before or after"
             )
 
-    def when_gone(self, handle: object, ending: Callable[[], None]) -> Ref:
-        """Ends something before the next step once nobody holds its handle any more.
-
-        No Python runs when a handle goes: garbage is collected in the middle of steps, and a signal
-        that came there would be lost with what was to be done.
-        """
-        ref = weakref.ref(handle, self._gone.append)
-        self._endings[ref] = ending
-        return ref
-
-    def settled(self, ref: Ref) -> None:
-        """What a handle stands for has ended by itself."""
-        self._endings.pop(ref, None)
-
     def tidy(self) -> None:
         """Ends what nobody holds, does what was put off, and what others asked for."""
-        self._catch_up()
+        self.endings.run()
         while self._calls:
             self._run(self._calls.popleft())
 
     def _run(self, call: Call[Any]) -> None:
         """Does what somebody asked for, behind all that they let go of before."""
-        self._catch_up()
+        self.endings.run()
         call.run()
-
-    def _catch_up(self) -> None:
-        while self._gone:
-            if ending := self._endings.pop(self._gone.popleft(), None):
-                self._later.append(ending)
-        while self._later:
-            with suppress(QuireError):  # nobody is there to hear of it
-                self._later.popleft()()
 
     # -- turns ----------------------------------------------------------------------------------
 
@@ -200,6 +175,10 @@ class Seat:
 
     def _serve(self, steps: Steps) -> None:
         """Others wait as well: those of other engines get a step, and who is done wakes up."""
+        for some in (self._waiters, self._guests):
+            for waiter in [waiter for waiter in some if waiter.left]:
+                with suppress(ValueError):
+                    some.remove(waiter)
         waiters = self._waiters + self._guests
         for other in dict.fromkeys(w.steps for w in waiters if not w.done()):
             if other is not steps:
@@ -216,15 +195,18 @@ class Seat:
             if self._waiters:
                 self._pass_on()
             return
-        waiter = Waiter(steps, done)
-        self._waiters.append(waiter)
-        try:
-            while not done():
-                if not self.turn(steps):
-                    waiter.sleep()
-        finally:
-            self._waiters.remove(waiter)
-            self._pass_on()
+        holder = Holder()
+        with holder.lock:
+            waiter = Waiter(steps, done, holder)
+            self._waiters.append(waiter)
+            try:
+                while not done():
+                    if not self.turn(steps):
+                        waiter.sleep()
+            finally:
+                with suppress(ValueError):
+                    self._waiters.remove(waiter)
+                self._pass_on()
 
     def _pass_on(self) -> None:
         """Somebody who still waits may drive now."""

@@ -41,14 +41,31 @@ class SignalsLater:
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
         if self._handlers:
-            self._restore()
-            for number, frame in self._caught:
-                handler: Any = _get_handler(number)
-                handler(number, frame)
+            try:
+                self._restore()
+            finally:
+                self._deliver()
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
         self._caught.append((number, frame))
 
+    def _deliver(self) -> None:
+        """Tells the handlers what came, all of it, though the first of them may raise."""
+        while self._caught:
+            number, frame = self._caught.pop(0)
+            handler: Any = _get_handler(number)
+            try:
+                handler(number, frame)
+            finally:
+                self._deliver()
+
     def _restore(self) -> None:
-        for number, handler in self._handlers:
-            _set_handler(number, handler)
+        """Lets everybody else's handlers come back, though a signal comes in between."""
+        try:
+            while self._handlers:
+                number, handler = self._handlers[-1]
+                _set_handler(number, handler)
+                self._handlers.pop()
+        except BaseException:
+            self._restore()
+            raise

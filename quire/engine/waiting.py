@@ -7,6 +7,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Generic, Protocol, TypeVar
 
+from quire.engine.endings import Holder
+
 T = TypeVar("T")
 NAP = 0.05
 """Seconds after which a sleeper looks for itself."""
@@ -43,10 +45,18 @@ class Steps(Protocol):
 class Waiter:
     """A thread that sleeps until something is done."""
 
-    def __init__(self, steps: Steps, done: Callable[[], bool]) -> None:
+    def __init__(
+        self, steps: Steps, done: Callable[[], bool], holder: Holder | None = None
+    ) -> None:
         self.steps = steps
         self.done = done
+        self._holder = holder
         self._bell = Bell()
+
+    @property
+    def left(self) -> bool:
+        """Whether it sleeps no more, though nobody was told so."""
+        return self._holder is not None and self._holder.left
 
     def wake(self) -> None:
         """It is done, or it may drive."""
@@ -62,20 +72,20 @@ class Waiter:
 
 
 class Call(Generic[T]):
-    """Something to be done by whoever drives."""
+    """Something to be done by whoever drives, while its holder waits for it."""
 
-    def __init__(self, fn: Callable[[], T]) -> None:
+    def __init__(self, fn: Callable[[], T], holder: Holder) -> None:
         self._fn = fn
+        self._holder = holder
         self._result: T | None = None
         self._error: BaseException | None = None
         self.done = False
         self._bell = Bell()
-        self.dropped = False
 
     def run(self) -> None:
         """Does it, unless nobody wants it any more."""
         try:
-            if not self.dropped:
+            if not self._holder.left:
                 self._result = self._fn()
         except BaseException as error:
             self._error = error

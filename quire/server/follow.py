@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
+from quire.engine.endings import Holder
 from quire.engine.guest import Guest
 from quire.engine.loop import Loop
 from quire.engine.waiting import Call, Waiter
@@ -99,33 +100,35 @@ async def on_engine(loop: Loop, fn: Callable[[], T], unwanted: Callable[[T], Non
     Whoever is cancelled meanwhile wants nothing any more: what came of it goes to `unwanted`, which
     is called between steps too, and before the cancelled one goes on: what it held is free then.
     """
-    call = _Call(fn, unwanted)
+    holder = Holder()
+    call = _Call(fn, holder, unwanted)
     try:
-        await _done(loop, call)
+        await _done(loop, call, holder)
     except asyncio.CancelledError:
-        call.dropped = True
-        await _done(loop, Call(call.undo))  # behind the call itself, if that is still to come
+        loop.later(call.undo)  # behind the call itself, if that is still to come
+        behind = Holder()
+        await _done(loop, Call(lambda: None, behind), behind)
         raise
     except BaseException:
-        call.dropped = True
         loop.later(call.undo)
         raise
     return call.result()
 
 
-async def _done(loop: Loop, call: Call[Any]) -> None:
+async def _done(loop: Loop, call: Call[Any], holder: Holder) -> None:
     guest = Guest(loop, lambda: call.done)
-    loop.later(call.run)
-    loop.seat.add_guest(guest)
-    try:
-        await guest.future
-    finally:
-        loop.seat.remove_guest(guest)
+    with holder.lock:
+        loop.later(call.run)
+        loop.seat.add_guest(guest)
+        try:
+            await guest.future
+        finally:
+            loop.seat.remove_guest(guest)
 
 
 class _Call(Call[T]):
-    def __init__(self, fn: Callable[[], T], unwanted: Callable[[T], None]) -> None:
-        super().__init__(fn)
+    def __init__(self, fn: Callable[[], T], holder: Holder, unwanted: Callable[[T], None]) -> None:
+        super().__init__(fn, holder)
         self._unwanted = unwanted
 
     def undo(self) -> None:

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import quire
-from quire.engine.loop import Job
+from quire.engine.work import Job
 from quire.server.run import Run
 from quire.server.state import State
 from quire.server.wire import as_json

@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.engine.loop import Job
+from quire.engine.work import Job
 
 if TYPE_CHECKING:
     from quire.server.records import Record

@@ -16,7 +16,7 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.engine.loop import Job
+from quire.engine.work import Job
 from quire.server.metrics import Metrics, reason_of
 from quire.server.run import Ask, Run
 

@@ -18,8 +18,8 @@ from quire.api.texts import ChatPrompt
 from quire.engine.constrain import Matcher
 from quire.engine.drafter import Speculator
 from quire.engine.generation import Transcript
-from quire.engine.loop import Job
 from quire.engine.request import Request
+from quire.engine.work import Job
 from quire.server.admission import Place
 from quire.server.compilers import Compilers
 from quire.server.follow import News, Signal

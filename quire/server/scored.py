@@ -8,9 +8,9 @@ from functools import partial
 
 from quire.engine.constrain import Matcher
 from quire.engine.generation import Transcript
-from quire.engine.loop import Job
 from quire.engine.request import Request
 from quire.engine.scoring import Scoring
+from quire.engine.work import Job
 from quire.server.aside import closed, computed
 from quire.server.models import ServedModel
 

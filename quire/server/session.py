@@ -17,9 +17,9 @@ from quire.engine.constrain import Matcher
 from quire.engine.generation import Transcript
 from quire.engine.guest import Guest
 from quire.engine.history import WayBack
-from quire.engine.loop import Job
 from quire.engine.request import Request
 from quire.engine.sequence import LOST, PARKED, Mark
+from quire.engine.work import Job
 from quire.errors import ClosedError
 from quire.server.errors import ApiError
 from quire.server.models import ServedModel

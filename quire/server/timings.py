@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.engine.loop import Job
+from quire.engine.work import Job
 
 
 def timings(jobs: list[Job], firsts: list[Job]) -> dict[str, float]:

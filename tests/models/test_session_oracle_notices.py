@@ -12,9 +12,9 @@ import pytest
 import quire
 from quire.devices.device import Device
 from quire.engine import judge
+from quire.engine.endings import Endings
 from quire.engine.history import History, WayBack
 from quire.engine.prefix_cache import PrefixCache
-from quire.engine.seat import Seat
 from quire.engine.sequence import Sequence
 from quire.engine.signals import SignalsLater
 from quire.memory import audit
@@ -173,8 +173,8 @@ def a_draft_that_was_wrong_is_kept(patch: Patch) -> None:
 
 @bug("moe")
 def what_nobody_holds_runs_on(patch: Patch) -> None:
-    real = Seat.when_gone
-    patch.setattr(Seat, "when_gone", lambda seat, handle, ending: real(seat, handle, lambda: None))
+    real = Endings.when_gone
+    patch.setattr(Endings, "when_gone", lambda self, handle, _: real(self, handle, lambda: None))
 
 
 @bug("recurrent")

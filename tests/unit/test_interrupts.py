@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import quire
+from quire.engine.endings import Holder
 from quire.engine.seat import Seat
 from quire.engine.signals import SignalsLater
 from quire.engine.waiting import Call, Waiter
@@ -280,12 +281,13 @@ def test_who_is_interrupted_asleep_or_waking_harms_no_other_thread() -> None:
 
 def test_what_was_let_go_of_ends_before_what_is_asked_then() -> None:
     """Though somebody drives who is at what was asked before."""
-    seat, order = Seat(), []
+    seat, order, holder = Seat(), [], Holder()
 
     def first() -> None:
         seat.later(lambda: order.append("let go"))
-        seat._calls.append(Call(lambda: order.append("asked")))
+        seat._calls.append(Call(lambda: order.append("asked"), holder))
 
-    seat._calls.append(Call(first))
-    seat.call(lambda: None)
+    with holder.lock:
+        seat._calls.append(Call(first, holder))
+        seat.call(lambda: None)
     assert order == ["let go", "asked"]
