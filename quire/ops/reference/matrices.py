@@ -72,7 +72,9 @@ def linear(
     if not exact:
         q, scale = quantize_activations(x)
         y = q.astype(np.float64) * np.repeat(scale.astype(np.float64), 32, axis=-1)
-    out = y @ w.astype(np.float64).T
+    wide, out = w.astype(np.float64), np.empty((len(y), len(w)))
+    for i, row in enumerate(y):  # rows of a product of many are not added up in the same order
+        out[i] = wide @ row
     for term in (bias, into):
         if term is not None:
             out = out + term

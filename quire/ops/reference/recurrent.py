@@ -51,6 +51,10 @@ class Remembered:
         lanes = values[at:].reshape(heads, blocks, dk, LANES).transpose(0, 2, 1, 3)
         return cls(tail, lanes.reshape(heads, dk, blocks * LANES)[..., :dv])
 
+    def kept(self) -> Remembered:
+        """This as a state page would keep it."""
+        return Remembered(self.tail, self.state.astype(np.float32).astype(np.float64))
+
     def page(self) -> Bytes:
         """The bytes of this in a state page."""
         heads, dk, dv = self.state.shape

@@ -113,7 +113,7 @@ class PageWork:
                 host = layer_of(layer)
                 start = host.load(states[before, state_at:] if before >= 0 else None)
                 entries = host.entries(logs[page, log_at:], log_stride, 0, int(count))
-                end = host.layer.replay(entries, start)
+                end = host.replay(entries, start)
                 states[after, state_at : state_at + host.state_bytes] = end.page()
 
 

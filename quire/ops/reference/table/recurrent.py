@@ -27,6 +27,23 @@ class HostLayer:
         start = self.layer.start()
         return start if page is None else Remembered.of_page(page[: self.state_bytes], start)
 
+    def run(self, x: Float32, before: Remembered) -> tuple[Float32, Remembered]:
+        """Outputs of new tokens, and what is remembered after them.
+
+        After each token that is as a page keeps it: then it changes no bit where one was written.
+        """
+        out = np.empty((len(x), self.out_cols), np.float32)
+        for t in range(len(x)):
+            row, after = self.layer.run(x[t : t + 1], before)
+            out[t], before = row[0], after.kept()
+        return out, before
+
+    def replay(self, entries: Float32, before: Remembered) -> Remembered:
+        """What is remembered after the tokens of a log, one after the other too."""
+        for t in range(len(entries)):
+            before = self.layer.replay(entries[t : t + 1], before).kept()
+        return before
+
     def entries(self, log: Bytes, stride: int, first: int, count: int) -> Float32:
         """Entries of its part of a log page, to be read or written."""
         rows = log[first * stride : (first + count) * stride].reshape(count, stride)
@@ -138,18 +155,18 @@ def _take(
     before = host.load(states.states[state_in, state_at:] if state_in >= 0 else None)
     if length:
         log = states.logs[log_in, log_at:]
-        before = layer.replay(host.entries(log, view.log_stride, 0, length), before)
+        before = host.replay(host.entries(log, view.log_stride, 0, length), before)
     head = len(x) - tail
-    out, after = layer.run(x[:head], before)
+    out, after = host.run(x[:head], before)
     if state_out >= 0:
         states.states[state_out, state_at : state_at + host.state_bytes] = after.page()
-        out = np.concatenate([out, layer.run(x[head:], after)[0]]) if tail else out
+        out = np.concatenate([out, host.run(x[head:], after)[0]]) if tail else out
     kept, first = (x[head:], 0) if state_out >= 0 else (x, length)
     for page, into, rows in ((log_out, first, kept), (int(view.log_kept[seq]), length, x[:head])):
         if page >= 0 and len(rows):
             log = states.logs[page, log_at:]
             host.entries(log, view.log_stride, into, len(rows))[:] = layer.entries(rows)
-    return out.astype(np.float32)
+    return out
 
 
 def need_states(view: StateTables, seq_rows: Int32) -> None:
