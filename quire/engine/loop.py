@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from threading import Lock
 from typing import TypeVar
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 from quire.engine.aside import Aside
 from quire.engine.constrain import Matcher
@@ -215,9 +215,14 @@ class Loop:
 
         if work.has_news:
             return
+        known = ref(work)  # whoever drives may hold the guest for longer than it waits
+
+        def done() -> bool:
+            return self._closing or (one := known()) is None or one.has_news
+
         holder = guest_holder()
         with holder.lock:
-            guest = Guest(self, lambda: work.has_news or self._closing, holder)
+            guest = Guest(self, done, holder)
             self.seat.add_guest(guest)
             try:
                 await guest.future

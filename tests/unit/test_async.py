@@ -304,6 +304,28 @@ def test_leaving_a_stream_gives_its_pages_back(llm: quire.LLM, how: str) -> None
     assert pages(llm) == 0 and not llm.engine._sequences
 
 
+def test_who_drives_keeps_nothing_alive(llm: quire.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its frames may hold those that it drove for until somebody else comes."""
+    held: list[Waiter] = []
+    real = Seat.add_guest
+
+    def add_guest(seat: Seat, guest: Waiter) -> None:
+        held.append(guest)
+        real(seat, guest)
+
+    monkeypatch.setattr(Seat, "add_guest", add_guest)
+    session = llm.session().append(PROMPTS[0])
+
+    async def use() -> None:
+        async for _ in session.astream(max_tokens=200, **GO):
+            if held:
+                break
+
+    slowed(llm)
+    asyncio.run(use())
+    assert held and session.append([5]).tokens[-1] == 5
+
+
 def test_a_slow_consumer_holds_nobody_up(llm: quire.LLM) -> None:
     wanted = llm.generate([5] * 3, max_tokens=30, **GO)
     llm.forget()
