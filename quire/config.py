@@ -173,11 +173,12 @@ class LoadConfig:
         asked = self.memory_budget
         if isinstance(asked, Mapping):
             asked = asked.get(device, asked.get(device.removesuffix(":0")))
-        return None if asked is None else parse_bytes(asked)
+        return None if asked is None else parse_bytes(asked, "memory_budget")
 
     def swap_bytes(self) -> int:
         """Bytes of disk that parked sequences may take."""
-        return 0 if self.swap_space in (0, "0") else parse_bytes(self.swap_space)
+        asked = self.swap_space
+        return 0 if asked in (0, "0") else parse_bytes(asked, "swap_space")
 
     def thread_count(self) -> int:
         """How many threads compute: what was asked for, or one per usable core."""
@@ -192,13 +193,15 @@ def settings_of(settings: Mapping[str, Any]) -> LoadConfig:
     return LoadConfig(**settings)
 
 
-def parse_bytes(size: int | str) -> int:
-    """Bytes from a number or a text such as "4GiB" or "500MB"."""
+def parse_bytes(size: int | str, what: str = "a size") -> int:
+    """Bytes from a number or a text such as "4GiB" or "500MB"; `what` is named if it is neither."""
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", str(size).lower())
     if not match or match[2] not in _UNITS or float(match[1]) <= 0:
-        raise RequestError(f"a size is a number of bytes or a text such as '4GiB', not {size!r}")
+        raise RequestError(
+            f"{what} is a number of bytes or a text such as '4GiB', not {size!r:.80}"
+        )
     return int(float(match[1]) * _UNITS[match[2]])
 
 

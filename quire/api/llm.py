@@ -219,7 +219,7 @@ class LLM(Generating):
         asked = budget if isinstance(budget, Mapping) else dict.fromkeys(known, budget)
         if wrong := sorted(set(asked) - set(known)):
             raise RequestError(f"there is no device {wrong[0]!r}; there are {', '.join(known)}")
-        limits = {known[name]: config.parse_bytes(size) for name, size in asked.items()}
+        limits = {known[name]: config.parse_bytes(size, "budget") for name, size in asked.items()}
         self.loop.call(partial(self._resize, limits))
 
     def _resize(self, limits: Mapping[Budget, int]) -> None:

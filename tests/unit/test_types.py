@@ -56,6 +56,13 @@ def test_sizes(text: Any, size: int) -> None:
 def test_bad_sizes_are_refused(text: Any) -> None:
     with pytest.raises(RequestError):
         parse_bytes(text)
+    for setting, read in (
+        ("memory_budget", lambda one: one.asked_bytes("cpu")),
+        ("swap_space", LoadConfig.swap_bytes),
+    ):
+        if text not in (0, "0", True):
+            with pytest.raises(RequestError, match=f"^{setting} is a number of bytes"):
+                read(LoadConfig(**{setting: text}))
 
 
 @pytest.mark.parametrize(
