@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from quire.api.session import Session
+from quire.engine.endings import Holder
 from quire.engine.session_opening import Opening
 from quire.errors import SessionFileError
 from quire.memory.saved.format import Container
@@ -56,10 +57,17 @@ def opened(llm: LLM, file: BinaryIO, share: bool, strict: bool) -> Session:
     loop = llm.loop
     loop.call(llm.engine.check_open)
     opening = Opening(file, file.name, llm.engine, llm.fingerprint, share, strict)
-    try:
-        while not loop.call(opening.take_pages):
-            time.sleep(_PAUSE_S)
-        opening.read()
-        return loop.call(lambda: Session(llm, *opening.finish()))
-    finally:
-        loop.call(opening.let_go)
+    holder = Holder()
+
+    def take_pages() -> bool:
+        loop.when_left(holder, holder, opening.let_go)
+        return opening.take_pages()
+
+    with holder.lock:
+        try:
+            while not loop.call(take_pages):
+                time.sleep(_PAUSE_S)
+            opening.read()
+            return loop.call(lambda: Session(llm, *opening.finish()))
+        finally:
+            loop.call(opening.let_go)

@@ -207,15 +207,15 @@ class Session(Appended):
         is whole, and of the last.
         """
         model, where = self._llm.fingerprint, path_of(path)
-        loop = self._loop
+        loop, holder = self._loop, Holder()
 
         def begin() -> Saving:
             made = Saving(self._engine, model, self._live(), self._marks, self.notes)
-            loop.when_gone(made, made.let_go)
+            loop.when_left(holder, holder, made.let_go)
             return made
 
         loop.seat.check_process()  # a lock that another thread had before a fork stays locked
-        with self._llm.writers.of(where):
+        with self._llm.writers.of(where), holder.lock:
             saving = loop.call(begin)
             try:
                 saving.write(where, lambda: loop.call(saving.check))

@@ -93,6 +93,31 @@ def test_what_is_computed_beside_is_given_back(llm: quire.LLM) -> None:
     assert len(calls) == 3
 
 
+@pytest.mark.parametrize("opens", [False, True])
+def test_files_that_are_written_or_read(llm: quire.LLM, opens: bool, tmp_path: Path) -> None:
+    """What they hold comes back: others would wait for it for ever."""
+    s = llm.session().append([1, 2, 3])
+    s.save(tmp_path / "a.quire")
+    real = Loop.call
+
+    def call(loop: Loop, fn: Callable[[], Any]) -> Any:
+        if llm.budget.whole.passing:
+            raise KeyboardInterrupt
+        return real(loop, fn)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loop, "call", call)
+        try:
+            llm.open(tmp_path / "a.quire") if opens else s.save(tmp_path / "b.quire")
+        except KeyboardInterrupt:
+            patch.undo()
+            assert llm.budget.whole.passing == 1
+            assert s.append([4]).tokens == [1, 2, 3, 4]
+            assert llm.budget.whole.passing == 0 and len(llm.engine._sequences) == 1
+            assert not llm.memory.checkpoints["names"]
+    assert not llm.budget.whole.passing and not (tmp_path / "b.quire").exists()
+
+
 @pytest.mark.parametrize("when", ["at once", "after it has begun", "once it is computed"])
 def test_an_append_that_is_awaited(llm: quire.LLM, when: str) -> None:
     s = llm.session().append([1, 2, 3])
