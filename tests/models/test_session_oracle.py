@@ -14,6 +14,7 @@ import quire
 from tests import session_kinds
 from tests.model_folders import model_folder
 from tests.session_company import Company
+from tests.session_crowd import Crowd
 from tests.session_oracle import Oracle
 from tests.session_truth import Truth
 
@@ -75,6 +76,11 @@ def test_sessions_in_company_hold_what_their_tokens_say(kind: str, tmp_path: Pat
     many_worlds(kind, tmp_path, range(30, 32), 100, user=Company)
 
 
+@pytest.mark.parametrize("kind", session_kinds.KINDS)
+def test_sessions_in_a_crowd_hold_what_their_tokens_say(kind: str, tmp_path: Path) -> None:
+    many_worlds(kind, tmp_path, range(40, 43), 90, user=Crowd)
+
+
 OTHER_SETTINGS: dict[str, dict[str, Any]] = {
     "tiny-dense": {"type_k": "q8_0", "type_v": "q4_0", "kv_cache_demand_paged": False},
     "tiny-window": {"type_k": "q8_0", "swa_full": True, "activations": "f32"},
@@ -97,9 +103,10 @@ def test_other_settings_change_nothing_of_that(name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("user", [Company, Crowd])
 @pytest.mark.parametrize("kind", session_kinds.KINDS)
-def test_sessions_in_company_for_long(kind: str, tmp_path: Path) -> None:
-    many_worlds(kind, tmp_path, range(200, 230), 250, user=Company)
+def test_sessions_in_company_for_long(kind: str, user: type[Oracle], tmp_path: Path) -> None:
+    many_worlds(kind, tmp_path, range(200, 230), 250, user=user)
 
 
 @pytest.mark.slow
