@@ -388,7 +388,7 @@ def test_an_unexpected_error_ends_no_wait_in_silence(llm: quire.LLM) -> None:
             await llm.agenerate([1], max_tokens=5)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llm.model, "run", lambda *_: 1 // 0)
+        patch.setattr(llm.model, "run", lambda *_, **__: 1 // 0)
         asyncio.run(use())
     assert len(llm.generate([1], max_tokens=5, **GO).token_ids) == 5
     assert pages(llm) == 0
