@@ -74,6 +74,7 @@ async def resize(request: Request) -> Response:
             await model.call(lambda: llm.resize(body.budget_bytes))
         except OutOfMemory as error:
             raise ApiError(409, str(error), code="budget", param="budget_bytes") from error
+        model.budget_bytes = body.budget_bytes
     return as_json(await report(state, body.model))
 
 

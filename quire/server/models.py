@@ -38,6 +38,8 @@ class ServedModel:
         self.last_used = time.monotonic()
         self.keep_s: float | None = None
         """Seconds that it stays once nobody uses it, where a client has said how many."""
+        self.budget_bytes: int | None = None
+        """The budget that a client gave it, also when it is loaded again."""
         self.loading: asyncio.Task[None] | None = None
         self.trained: int | None = None
         """Tokens of context that its file tells of, once somebody has looked."""
@@ -206,7 +208,10 @@ class Models:
         path = pull.resolve(model.source, config.cache_folder())
         beside = self.loaded[0].llm if self.loaded else None
         budget = Share(self.budget, model.name) if self.budget is not None else None
-        return LLM(path, self._config, budget, None, beside)
+        llm = LLM(path, self._config, budget, None, beside)
+        if model.budget_bytes is not None and budget is None:
+            llm.resize(model.budget_bytes)
+        return llm
 
     async def _unload(self, model: ServedModel) -> None:
         """Gives a model's memory back."""

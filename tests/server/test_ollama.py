@@ -108,6 +108,7 @@ def test_nothing_to_say_loads_the_model(rig: Rig) -> None:
 @pytest.mark.parametrize("path", ["/api/generate", "/api/chat"])
 def test_a_model_is_kept_for_as_long_as_it_is_said(tmp_path: Path, path: str) -> None:
     with serving(tmp_path) as rig:
+        rig.http.patch("/v1/memory", json={"budget_bytes": 300 << 20})
         said = rig.post(path, model="tiny-dense", keep_alive=0)
         assert said["done_reason"] == "unload" and said["done"]
         assert rig.http.get("/api/ps").json() == {"models": []}
@@ -127,7 +128,7 @@ def test_a_model_is_kept_for_as_long_as_it_is_said(tmp_path: Path, path: str) ->
             assert time.monotonic() < deadline, "it is not given back"
             time.sleep(0.05)
         assert rig.chat("hi")["choices"]  # loaded again, for as long as the server was told
-        assert left(rig) > 1e9
+        assert left(rig) > 1e9 and rig.http.get("/v1/memory").json()["budget_bytes"] == 300 << 20
         for odd in ("x", "5 m", "", "m", "1e5"):
             answer = rig.http.post(path, json={"model": "tiny-dense", "keep_alive": odd})
             assert answer.status_code == 400 and "keep_alive" in answer.json()["error"]
