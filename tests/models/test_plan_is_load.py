@@ -15,6 +15,7 @@ import pytest
 
 import quire
 from quire.api import plan as planning
+from quire.devices import host
 from quire.errors import DoesNotFit, QuireError
 from quire.placement.speed import Bandwidth
 from tests.budgets import peaks
@@ -206,3 +207,32 @@ def test_a_draft_model_has_the_room_that_was_planned(peaks: dict[int, int]) -> N
     ):
         assert not filled(llm, 2, draft)
         assert peaks[id(llm.budget)] <= budget
+
+
+@pytest.mark.parametrize("granule", [64 << 10, 1 << 20])
+@pytest.mark.parametrize("name", TRAINED)
+def test_pages_of_large_granules_are_planned(
+    name: str, granule: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where states are as large as the pieces that its memory comes in.
+
+    What stays of a session in the midst of others' cached prefixes, once those are gone.
+    """
+    monkeypatch.setattr(host, "_GRANULE", granule)
+    monkeypatch.setattr(host.HostDevice, "granularity", granule)
+    with quire.load(MODELS / name, n_ctx=512) as llm:
+        for i in range(3):
+            llm.generate([(7 * i + j) % 400 + 5 for j in range(300)], max_tokens=20)
+        with llm.session() as session:
+            session.append([(11 * j) % 400 + 5 for j in range(400)])
+            session.generate(max_tokens=511 - 400, ignore_eos=True)
+            llm.forget()
+            held = {
+                pool: of["bytes_committed"] for pool, of in llm.memory.as_dict()["stats"].items()
+            }
+            for group in llm.plan.model.groups:
+                pools = [held.pop(pool) for pool in list(held) if pool.startswith(group.name)]
+                planned = group.needed(len(group.layers), 512, 1, 0, granule)
+                for size, wanted in zip(pools, planned, strict=True):
+                    assert abs(size - wanted) <= granule, (group.name, size, wanted)
+            assert not held
