@@ -264,6 +264,11 @@ class Engine(Sequences):
         sequence.fail()
         self._outputs.append(StepOutput(sequence.id, (), error=error))
 
+    def discard(self, sequence: Sequence) -> None:
+        """Forgets what a step that broke off still has to tell of a sequence: who asked has left,
+        and who goes on with it did not ask."""
+        self._outputs = [output for output in self._outputs if output.sequence != sequence.id]
+
     # -- requests -------------------------------------------------------------------------------
 
     def start(

@@ -162,6 +162,7 @@ class Loop:
         if self._work.get(work.sequence.id) is work:
             del self._work[work.sequence.id]
             self.seat.endings.settled(work.ref)
+            self.engine.discard(work.sequence)
             if isinstance(work, Job):
                 work.cancel()
                 work.undo()

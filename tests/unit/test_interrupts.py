@@ -21,7 +21,7 @@ from quire.engine.seat import Seat
 from quire.engine.signals import SignalsLater
 from quire.engine.waiting import Call, Waiter
 from tests import tiny
-from tests.model_folders import model_folder
+from tests.model_folders import MODELS, model_folder
 
 GO: dict[str, Any] = {"ignore_eos": True}
 
@@ -291,3 +291,25 @@ def test_what_was_let_go_of_ends_before_what_is_asked_then() -> None:
         seat._calls.append(Call(first, holder))
         seat.call(lambda: None)
     assert order == ["let go", "asked"]
+
+
+@pytest.mark.parametrize("way", ["ngram", "early-exit"])
+def test_what_a_broken_step_chose_is_not_told_to_the_next_request(way: str) -> None:
+    """Some of a draft was judged when it broke off: the session has it, the next answer has not."""
+    with quire.load(MODELS / "tiny-dense", n_ctx=128, threads=1) as llm:
+        for nth in range(1, 9):
+            calls = iter(range(1, 99))
+
+            def process(_: list[int], row: Any, nth: int = nth, calls: Any = calls) -> Any:
+                if next(calls) == nth:
+                    raise KeyboardInterrupt
+                return row
+
+            with llm.session() as session:
+                session.append([5, 6, 7, 8] * 8)
+                with pytest.raises(KeyboardInterrupt):
+                    how = {"speculate": way, "logit_processors": [process]}
+                    session.generate(max_tokens=20, temperature=0.0, **how, **GO)
+                kept = session.position
+                made = session.generate(max_tokens=6, temperature=0.0, **GO)
+                assert made.token_ids == session.tokens[kept:] and len(made.token_ids) == 6
