@@ -9,8 +9,10 @@ from quire.server.errors import ApiError
 from quire.server.models import ServedModel
 
 _UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
-_PART = re.compile(r"(\d{1,9}(?:\.\d{0,9})?)(ms|s|m|h|)")
-_DURATION = re.compile(rf"[+-]?(?:{_PART.pattern})+")
+_NUMBER = r"\d{1,9}(?:\.\d{0,9})?"
+_PART = re.compile(rf"({_NUMBER})(ms|s|m|h|)")
+# Each number of several has its unit: where it could end anywhere, matching would take for ever.
+_DURATION = re.compile(rf"[+-]?(?:{_NUMBER}|(?:{_NUMBER}(?:ms|s|m|h))+)")
 
 
 def keep(model: ServedModel, said: float | str | None) -> None:

@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 
 import quire
+from quire.server.errors import ApiError
+from quire.server.keep_alive import keep
+from quire.server.models import ServedModel
 from tests.server.rig import Rig, serving, turns
 
 ollama = pytest.importorskip("ollama")
@@ -132,6 +135,18 @@ def test_a_model_is_kept_for_as_long_as_it_is_said(tmp_path: Path, path: str) ->
         for odd in ("x", "5 m", "", "m", "1e5"):
             answer = rig.http.post(path, json={"model": "tiny-dense", "keep_alive": odd})
             assert answer.status_code == 400 and "keep_alive" in answer.json()["error"]
+
+
+def test_a_long_time_is_read_in_no_time() -> None:
+    model, start = ServedModel("a", "a"), time.process_time()
+    for odd in ("1" * 24 + "x", "1" * 10, "1h5", "1.5.5h"):
+        with pytest.raises(ApiError, match="keep_alive"):
+            keep(model, odd)
+    assert time.process_time() - start < 0.5
+    keep(model, "1h1.5m30s500ms")
+    assert model.keep_s == 3720.5
+    keep(model, "300")
+    assert model.keep_s == 300
 
 
 def left(rig: Rig) -> float:
