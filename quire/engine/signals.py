@@ -55,9 +55,13 @@ class SignalsLater:
             number, frame = self._caught.pop(0)
             handler: Any = _get_handler(number)
             try:
-                handler(number, frame)
-            finally:
+                if callable(handler):
+                    handler(number, frame)
+                else:  # the one before has had it ignored, or end the process
+                    _signal.raise_signal(number)
+            except BaseException:
                 self._deliver()
+                raise
 
     def _restore(self) -> None:
         """Lets everybody else's handlers come back, though a signal comes in between."""

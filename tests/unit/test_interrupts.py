@@ -37,6 +37,29 @@ def interrupt() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
+def test_a_timer_that_rang_all_the_while_is_heard_as_often() -> None:
+    told: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: told.append(number))
+    with SignalsLater():
+        for _ in range(5000):
+            interrupt()
+    assert len(told) == 5000
+
+
+def test_a_handler_may_have_the_next_signal_ignored() -> None:
+    told: list[int] = []
+
+    def handler(number: int, _: FrameType | None) -> None:
+        told.append(number)
+        signal.signal(number, signal.SIG_IGN)
+
+    signal.signal(signal.SIGINT, handler)
+    with SignalsLater():
+        interrupt()
+        interrupt()
+    assert told == [signal.SIGINT] and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
 def test_a_signal_waits_for_the_end_of_the_block() -> None:
     seen: list[str] = []
     with pytest.raises(KeyboardInterrupt), SignalsLater():
