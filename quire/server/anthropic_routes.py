@@ -14,7 +14,7 @@ from quire.server import turn as turns
 from quire.server.chat_routes import ChatBody, begin_chat, counted
 from quire.server.conversation import spoken
 from quire.server.dialect import new_id, stopped_by
-from quire.server.errors import ApiError, worded
+from quire.server.errors import ApiError
 from quire.server.turn import Turn
 from quire.server.wire import as_json, event, read_as
 from quire.text.answers import Answer
@@ -22,6 +22,7 @@ from quire.types import ToolCall
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_WORDS = {"stop": "stop_sequences", "response_format": "output_config"}
 
 
 class ToolChoice(msgspec.Struct, kw_only=True):
@@ -176,13 +177,12 @@ async def messages(request: Request) -> Response:
     def answer(turn: Turn) -> _Answer:
         return _Answer(turn, chat.parallel_tool_calls is False, body.stop_sequences)
 
-    beginning = begin_chat(request, chat)
-    with worded({"stop": "stop_sequences", "response_format": "output_config"}):
-        if chat.streams:
-            return await turns.stream(
-                request, beginning, lambda turn: answer(turn).events(), _refused_event
-            )
-        return as_json(await turns.finish(request, beginning, lambda turn: answer(turn).whole()))
+    beginning = begin_chat(request, chat, _WORDS)
+    if chat.streams:
+        return await turns.stream(
+            request, beginning, lambda turn: answer(turn).events(), _refused_event
+        )
+    return as_json(await turns.finish(request, beginning, lambda turn: answer(turn).whole()))
 
 
 async def count_tokens(request: Request) -> Response:

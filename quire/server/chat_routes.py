@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from starlette.requests import Request
@@ -60,19 +60,22 @@ class ChatBody(Common, kw_only=True):
 async def chat(request: Request) -> Response:
     """The next turn of a conversation."""
     body = await read_as(request, ChatBody)
-    beginning = begin_chat(request, body)
     newer = {} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
-    with worded(newer):
-        if body.streams:
-            return await turns.stream(
-                request, beginning, lambda turn: _Answer(turn, body).chunks(), refused
-            )
-        whole = await turns.finish(request, beginning, lambda turn: _Answer(turn, body).whole())
-    return as_json(whole)
+    beginning = begin_chat(request, body, newer)
+    if body.streams:
+        return await turns.stream(
+            request, beginning, lambda turn: _Answer(turn, body).chunks(), refused
+        )
+    return as_json(await turns.finish(request, beginning, lambda turn: _Answer(turn, body).whole()))
 
 
-async def begin_chat(request: Request, body: ChatBody) -> Turn:
-    """Puts a conversation on the engine, whatever dialect it came in."""
+async def begin_chat(request: Request, body: ChatBody, words: Mapping[str, str]) -> Turn:
+    """Puts a conversation on the engine, whatever dialect and words it came in."""
+    with worded(words):
+        return await _begun(request, body)
+
+
+async def _begun(request: Request, body: ChatBody) -> Turn:
     state: State = request.app.state.quire
     model = asked_model(request, body)
     sampling = body.sampling(body.most_tokens, body.tops)

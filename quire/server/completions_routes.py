@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
 from starlette.requests import Request
@@ -13,7 +13,7 @@ from starlette.responses import Response
 from quire.api.llm import LLM
 from quire.server import turn as turns
 from quire.server.asking import Common, check_ids, in_thread
-from quire.server.errors import ApiError, naming
+from quire.server.errors import ApiError, naming, worded
 from quire.server.logprobs import Legacy, chat_form, of_prompt
 from quire.server.progress import Watched
 from quire.server.prompts import MOST_PROMPTS
@@ -66,7 +66,7 @@ ReadPrompts = Callable[[LLM, CompletionBody, int], list[list[int]]]
 async def completions(request: Request) -> Response:
     """Continues one prompt or several."""
     body = await read_as(request, CompletionBody)
-    beginning = begin_completion(request, body)
+    beginning = begin_completion(request, body, {})
     if body.streams:
         return await turns.stream(
             request, beginning, lambda turn: _Answer(turn, body).chunks(), refused
@@ -75,9 +75,15 @@ async def completions(request: Request) -> Response:
 
 
 async def begin_completion(
-    request: Request, body: CompletionBody, read: ReadPrompts | None = None
-) -> Turn:
-    """Puts prompts on the engine, whatever dialect they came in."""
+    request: Request, body: CompletionBody, words: Mapping[str, str],
+    read: ReadPrompts | None = None,
+) -> Turn:  # fmt: skip
+    """Puts prompts on the engine, whatever dialect and words they came in."""
+    with worded(words):
+        return await _begun(request, body, read or _tokens)
+
+
+async def _begun(request: Request, body: CompletionBody, read: ReadPrompts) -> Turn:
     state: State = request.app.state.quire
     _check(body)
     model = asked_model(request, body)
@@ -87,7 +93,7 @@ async def begin_completion(
 
     async def ask(llm: LLM, session: ServedSession | None) -> Ask:
         behind = session.session.position if session else 0
-        prompts = await in_thread(read or _tokens, llm, body, behind)
+        prompts = await in_thread(read, llm, body, behind)
         if len(prompts) * n > MOST_PROMPTS:
             many = f"{len(prompts)} prompts with n = {n} are {len(prompts) * n} answers"
             raise ApiError(400, f"{many}; at most {MOST_PROMPTS} at a time", param="n")

@@ -14,7 +14,7 @@ from quire.server import turn as turns
 from quire.server.asking import in_thread
 from quire.server.completions_routes import CompletionBody, begin_completion
 from quire.server.dialect import stopped_by
-from quire.server.errors import ApiError, worded
+from quire.server.errors import ApiError
 from quire.server.llamacpp_about import DEFAULTS, settings_of
 from quire.server.logprobs import with_ids
 from quire.server.progress import Watched
@@ -142,13 +142,11 @@ async def _completed(
         async with models.using(models.find(body.model, strict=False)) as llm:
             bias = await in_thread(_bias, llm, body.logit_bias)
     beginning = begin_completion(
-        request, body.as_completion(bias), lambda llm, _, behind: read(llm, behind)
+        request, body.as_completion(bias), _WORDS, lambda llm, _, behind: read(llm, behind)
     )
-    with worded(_WORDS):
-        if body.stream:
-            chunks = lambda turn: _events(turn, body)  # noqa: E731
-            return await turns.stream(request, beginning, chunks, _refused)
-        made = await turns.finish(request, beginning, lambda turn: _whole(turn.run, body))
+    if body.stream:
+        return await turns.stream(request, beginning, lambda turn: _events(turn, body), _refused)
+    made = await turns.finish(request, beginning, lambda turn: _whole(turn.run, body))
     if body.response_fields:
         made = [_only(one, body.response_fields) for one in made]
     return as_json(made[0] if len(made) == 1 else made)

@@ -16,7 +16,7 @@ from quire.server.chat_routes import ChatBody, begin_chat
 from quire.server.completions_routes import CompletionBody, begin_completion
 from quire.server.conversation import Spoken, spoken
 from quire.server.dialect import LineStream, line
-from quire.server.errors import ApiError, worded
+from quire.server.errors import ApiError
 from quire.server.keep_alive import keep
 from quire.server.logprobs import chat_form
 from quire.server.models import ServedModel
@@ -29,6 +29,7 @@ from quire.types import TokenLogprob
 
 _DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
 _NAMES = {"repeat_penalty": "repetition_penalty", "num_predict": "max_tokens"}
+_WORDS = {ours: theirs for theirs, ours in _NAMES.items()} | {"response_format": "format"}
 _TAKEN = (
     "temperature", "top_k", "top_p", "min_p", "seed", "stop", "repeat_penalty",
     "presence_penalty", "frequency_penalty", "num_predict",
@@ -129,12 +130,12 @@ async def generate(request: Request) -> Response:
         return await _only_kept(request, model, {"response": ""})
     if body.raw or body.suffix:
         plain = _typed(CompletionBody, body, prompt=body.prompt, suffix=body.suffix)
-        beginning = begin_completion(request, plain)
+        beginning = begin_completion(request, plain, _WORDS)
     else:
         system = [{"role": "system", "content": body.system}] if body.system else []
         messages = [*system, {"role": "user", "content": body.prompt}]
         chat = _typed(ChatBody, body, messages=messages, chat_template_kwargs=body.template)
-        beginning = begin_chat(request, chat)
+        beginning = begin_chat(request, chat, _WORDS)
     return await _answer(request, beginning, body.streams, _generated)
 
 
@@ -147,7 +148,7 @@ async def chat(request: Request) -> Response:
         return await _only_kept(request, model, {"message": {"role": "assistant", "content": ""}})
     messages = [_message(one, number) for number, one in enumerate(body.messages)]
     fields = {"messages": messages, "tools": body.tools, "chat_template_kwargs": body.template}
-    beginning = begin_chat(request, _typed(ChatBody, body, **fields))
+    beginning = begin_chat(request, _typed(ChatBody, body, **fields), _WORDS)
     return await _answer(request, beginning, body.streams, _said)
 
 
@@ -211,12 +212,11 @@ def _said(answer: Answer) -> dict[str, Any]:
 async def _answer(
     request: Request, beginning: Coroutine[Any, Any, Turn], streams: bool, form: Any
 ) -> Response:
-    with worded({ours: theirs for theirs, ours in _NAMES.items()}):
-        if streams:
-            return await turns.stream(
-                request, beginning, lambda turn: _lines(turn, form), _refused_line, LineStream
-            )
-        return as_json(await turns.finish(request, beginning, lambda turn: _whole(turn.run, form)))
+    if streams:
+        return await turns.stream(
+            request, beginning, lambda turn: _lines(turn, form), _refused_line, LineStream
+        )
+    return as_json(await turns.finish(request, beginning, lambda turn: _whole(turn.run, form)))
 
 
 def _refused_line(error: ApiError) -> bytes:

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from quire.server import turn as turns
 from quire.server.chat_routes import ChatBody, begin_chat, counted
-from quire.server.errors import ApiError, worded
+from quire.server.errors import ApiError
 from quire.server.responses_stream import ResponseWriter, refused
 from quire.server.turn import Turn
 from quire.server.wire import as_json, read_as
@@ -88,12 +88,10 @@ async def responses(request: Request) -> Response:
         head = {"created_at": int(time.time()), "model": turn.run.ask.model.name, **body.echoed()}
         return ResponseWriter(turn, head, chat.parallel_tool_calls is False)
 
-    beginning = begin_chat(request, chat)
-    with worded(_WORDS):
-        if chat.streams:
-            chunks = lambda turn: writer(turn).events()  # noqa: E731
-            return await turns.stream(request, beginning, chunks, refused)
-        return as_json(await turns.finish(request, beginning, lambda turn: writer(turn).whole()))
+    beginning = begin_chat(request, chat, _WORDS)
+    if chat.streams:
+        return await turns.stream(request, beginning, lambda turn: writer(turn).events(), refused)
+    return as_json(await turns.finish(request, beginning, lambda turn: writer(turn).whole()))
 
 
 async def input_tokens(request: Request) -> Response:

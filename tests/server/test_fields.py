@@ -324,3 +324,9 @@ def test_errors_name_fields_as_clients_do(
     else:
         assert error["param"] == field
         assert field in error["message"] or error["code"] == "context_length_exceeded"
+
+
+def test_so_do_errors_of_streams_that_have_begun(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.server.turn._SOON_S", 0.0)
+    (failed,) = rig.events("/v1/responses", input="word " * 5000)
+    assert failed["param"] == "input" and failed["code"] == "context_length_exceeded"
