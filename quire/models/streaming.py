@@ -5,8 +5,8 @@
     GPU       network 0     | network 1     | …
 
 A network is packed on the GPU from the file and used for one step, while the next one is on its
-way; the first one follows the last, so that it is there when a prompt goes on. Mixers stay where
-their memory is. Which way is faster is measured: the time that a row takes on the host, against
+way: that which followed it before. So the first one is there when a prompt goes on, also where the
+last is skipped, since nobody looks behind it. Mixers stay where their memory is. Which way is faster is measured: the time that a row takes on the host, against
 the time of a network that comes and goes. Results of a GPU are rounded otherwise than a CPU's, so
 this is for who does without `exact_batches`.
 """
@@ -42,6 +42,8 @@ class Streaming:
         self._kit, self._passage, self._begins = kit, passage, begins
         self._networks: list[Network] = []
         self._next: tuple[int, Future[Network]] | None = None
+        self._last = -1  # that was taken
+        self._behind: dict[int, int] = {}
         self._room = 0  # that is used; the next one is filled
         self._thread = ThreadPoolExecutor(1, "quire-streaming")
         self._stopped = False
@@ -97,7 +99,8 @@ class Streaming:
             self._next = at, self._send(at)
         found = self._next[1].result()
         self._room = (self._room + 1) % ROOMS
-        behind = (at + 1) % len(self._networks)
+        self._behind[self._last], self._last = at, at
+        behind = self._behind.get(at, (at + 1) % len(self._networks))
         self._next = behind, self._send(behind)
         return found
 

@@ -351,6 +351,29 @@ def test_one_room_is_filled_while_the_other_is_used(
     assert {d.budget.used for d in llm.devices} == {0}
 
 
+def test_a_network_that_a_prompt_skips_is_not_sent_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody looks behind the last layer while a prompt goes on; the first is needed next."""
+    path = session_kinds.write("moe", tmp_path)
+    ids = [int(i) for i in np.random.default_rng(1).integers(3, 250, 150)]
+    split: dict[str, Any] = {"device": "cpu:1", "n_cpu_moe": 2, **ROOM, "exact_batches": False}
+    with quire.load(path, n_ctx=160, **split) as llm:
+        found = llm._streaming
+        assert found is not None and len(found._networks) == llm.model.n_layers == 2
+        found.measured = lambda *_, **__: None  # type: ignore[method-assign]
+        found.host_s, found.gpu_s, sent = 1.0, 1e-9, []
+        send = found._send
+        monkeypatch.setattr(found, "_send", lambda at: (sent.append(at), send(at))[1])
+        llm.engine.scheduler.max_tokens = 70
+        for _ in range(2):
+            llm.generate(ids, max_tokens=1, ignore_eos=True)
+            llm.forget()
+        assert sent == [0, 1, 0, 0, 0, 0]
+        assert len(llm.logits(ids[:70])) == 70  # here somebody does
+        assert sent[6:] == [0, 1, 0]
+
+
 def test_a_file_that_cannot_be_read_again_stays_on_the_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
