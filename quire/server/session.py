@@ -15,7 +15,7 @@ import numpy as np
 from quire.api.session import Session
 from quire.engine.constrain import Matcher
 from quire.engine.generation import Transcript
-from quire.engine.guest import Guest
+from quire.engine.guest import Guest, guest_holder
 from quire.engine.history import WayBack
 from quire.engine.request import Request
 from quire.engine.sequence import LOST, PARKED, Mark
@@ -127,24 +127,23 @@ class ServedSession:
 
     async def append(self, tokens: list[int]) -> None:
         """Computes more tokens; whoever is cancelled meanwhile has appended nothing."""
-        loop = self.model.llm.loop
-        appending = await self.model.call(
-            lambda: self.session.start_append(tokens), lambda made: made.settle(keep=False)
-        )
-        work = appending.work
-        guest = Guest(loop, lambda: work.done)  # no output says that tokens are computed
-        loop.seat.add_guest(guest)
-        try:
-            await guest.future
-            await self.model.call(lambda: appending.settle(keep=True))
-        except asyncio.CancelledError:  # whoever owns it next finds it as it was
-            await self.model.call(lambda: appending.settle(keep=False))
-            raise
-        except BaseException:
-            loop.later(lambda: appending.settle(keep=False))
-            raise
-        finally:
-            loop.seat.remove_guest(guest)
+        seat, holder = self.model.llm.loop.seat, guest_holder()
+        with holder.lock:
+            appending = await self.model.call(
+                lambda: self.session.start_append(tokens, holder),
+                lambda made: made.settle(keep=False),
+            )
+            work = appending.work
+            guest = Guest(self.model.llm.loop, lambda: work.done)  # no output says that it is
+            seat.add_guest(guest)
+            try:
+                await guest.future
+                await self.model.call(lambda: appending.settle(keep=True))
+            except asyncio.CancelledError:  # whoever owns it next finds it as it was
+                await self.model.call(lambda: appending.settle(keep=False))
+                raise
+            finally:
+                seat.remove_guest(guest)
         if work.error:
             raise work.error
 

@@ -228,6 +228,35 @@ def test_a_client_that_leaves_just_after_its_tokens_were_computed_has_appended_n
     assert slow.pages() == 0
 
 
+def test_one_that_is_cancelled_twice_has_appended_nothing(
+    slow: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow.post("/v1/sessions", id="twice", prompt="Once upon a time")
+    served, real = slow.state.sessions.by_id["twice"], slow.state.models.default.call
+    before, calls = served.session.tokens, iter(range(9))
+
+    async def call(*doing: Any) -> Any:
+        if next(calls):  # about to be kept, and again about to be undone
+            raise asyncio.CancelledError
+        return await real(*doing)
+
+    monkeypatch.setattr(served.model, "call", call)
+    home: asyncio.AbstractEventLoop = slow.state.news._home
+
+    async def append() -> None:
+        try:
+            await served.append([300] * 9)
+        except asyncio.CancelledError:  # its traceback holds everything
+            assert await asyncio.to_thread(lambda: served.session.tokens) == before
+            await asyncio.to_thread(served.session.append, [301])
+
+    asyncio.run_coroutine_threadsafe(append(), home).result(10)
+    monkeypatch.undo()
+    assert served.session.tokens == [*before, 301]
+    slow.http.delete("/v1/sessions/twice")
+    assert slow.pages() == 0
+
+
 def test_a_reader_who_does_not_read_holds_nobody_up(slow: Rig) -> None:
     connection = send(slow, "/v1/completions", prompt="a", stream=True, **LONG)
     until(lambda: running(slow) == 1)
