@@ -189,6 +189,11 @@ class Sessions:
         name = session.id if name is None else name
         with naming("name"):
             path = self.path(name)
+        if self.by_id.get(name, session) is not session:  # its own file would not outlive it
+            raise ApiError(
+                409, f"{name!r} is the id of another session; save under another name",
+                code="session_exists", param="name",
+            )  # fmt: skip
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         kept = kept or bool(session.kept)
         size = await asyncio.to_thread(session.save, path, kept)

@@ -292,3 +292,14 @@ def test_a_file_that_a_client_named_stays_as_it_was_saved(tmp_path: Path) -> Non
         for id in ("own", "other", "again"):
             rig.http.delete(f"/v1/sessions/{id}")
     assert [file.name for file in tmp_path.iterdir()] == ["then.quire"]
+
+
+def test_no_session_is_saved_over_another_ones_file(tmp_path: Path) -> None:
+    with serving(tmp_path, save_sessions="turn") as rig:
+        for id in ("own", "other"):
+            rig.post("/v1/sessions", id=id, prompt=STORY)
+        go_on(rig, "own")
+        assert rig.refused(409, "/v1/sessions/other/save", name="own")["param"] == "name"
+        rig.http.delete("/v1/sessions/own")
+        rig.post("/v1/sessions/other/save", name="own")  # nobody has that id any more
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["other.quire", "own.quire"]
