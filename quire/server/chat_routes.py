@@ -119,7 +119,7 @@ class _Answer:
     def __init__(self, turn: Turn, body: ChatBody) -> None:
         self._state = turn.state
         self._run = turn.run
-        self._llm = turn.run.ask.model.llm
+        self._llm = turn.run.llm
         self._body = body
         self._one_call = body.parallel_tool_calls is False
         self._id = f"chatcmpl-{secrets.token_hex(12)}"

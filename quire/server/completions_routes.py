@@ -151,7 +151,7 @@ class _Answer:
     def __init__(self, turn: Turn, body: CompletionBody) -> None:
         self._state = turn.state
         self._run = turn.run
-        self._llm = turn.run.ask.model.llm
+        self._llm = turn.run.llm
         self._body = body
         self._head = {
             "id": f"cmpl-{secrets.token_hex(12)}", "object": "text_completion",

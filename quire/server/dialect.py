@@ -39,7 +39,7 @@ def new_id(prefix: str) -> str:
 def stopped_by(run: Run, stops: Sequence[str] | None, choice: int = 0) -> str | None:
     """Which of these stop strings ended an answer, if one did."""
     job = run.jobs[choice]
-    llm = run.ask.model.llm
+    llm = run.llm
     ended = job.token_ids and job.token_ids[-1] in llm.engine.end_ids
     if job.finish_reason != "stop" or ended or not stops:
         return None

@@ -21,7 +21,7 @@ DEFAULTS = Sampling(temperature=0.8, top_k=40, top_p=0.95, min_p=0.05, max_token
 
 def settings_of(run: Run) -> dict[str, Any]:
     """How a request's tokens are chosen."""
-    ends = run.ask.model.llm.engine.end_ids if run.ask.sampling.ignore_eos else ()
+    ends = run.llm.engine.end_ids if run.ask.sampling.ignore_eos else ()
     return _told(run.ask.sampling, run.ask.stop, ends)
 
 
@@ -73,7 +73,7 @@ async def slots(request: Request) -> Response:
     for run in state.runs:
         for job in run.jobs:
             told.append({
-                "id": len(told), "id_task": len(told), "n_ctx": run.ask.model.llm.n_ctx,
+                "id": len(told), "id_task": len(told), "n_ctx": run.llm.n_ctx,
                 "is_processing": not job.done, "params": settings_of(run),
                 "prompt_tokens": job.prompt_tokens, "next_token": [_next(job)],
             })  # fmt: skip

@@ -208,7 +208,7 @@ def _end(run: Run, body: LlamaBody, at: int, text: str, tokens: list[int]) -> di
     if job.finish_reason == "stop":
         word = stopped_by(run, stops, at)
     kind = "word" if word else "eos" if job.finish_reason == "stop" else "limit"
-    llm = run.ask.model.llm
+    llm = run.llm
     return {
         "index": at, "content": text, "tokens": tokens if body.return_tokens else [],
         "id_slot": -1, "stop": True, "model": run.ask.model.name,
@@ -230,4 +230,4 @@ def _probabilities(run: Run, logprobs: list[TokenLogprob]) -> dict[str, Any]:
     """Of the tokens that came, where that was asked for."""
     if run.ask.sampling.logprobs is None:
         return {}
-    return {"completion_probabilities": with_ids(run.ask.model.llm.tokenizer, logprobs)}
+    return {"completion_probabilities": with_ids(run.llm.tokenizer, logprobs)}

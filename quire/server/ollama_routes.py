@@ -237,7 +237,7 @@ def _logprobs(run: Run, logprobs: list[TokenLogprob]) -> dict[str, Any]:
     """Of the tokens that came, where that was asked for."""
     if run.ask.sampling.logprobs is None:
         return {}
-    return {"logprobs": chat_form(run.ask.model.llm.tokenizer, logprobs)["content"]}
+    return {"logprobs": chat_form(run.llm.tokenizer, logprobs)["content"]}
 
 
 async def _whole(run: Run, form: Any) -> dict[str, Any]:

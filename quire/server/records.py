@@ -113,8 +113,7 @@ class Record:
             "tokens_per_s": speed and round(speed, 1),
         }  # fmt: skip
         if log_text:
-            decode = self.ask.model.llm.decode if self.ask.model.loaded else str
-            line["prompt"] = [decode(prompt) for prompt in self.ask.prompts]
+            line["prompt"] = [self.run.llm.decode(prompt) for prompt in self.ask.prompts]
             line["text"] = [job.text for job in self.jobs]
         return line
 

@@ -88,6 +88,8 @@ class Run:
         place: Place,
     ) -> None:  # fmt: skip
         self.ask = ask
+        self.llm = ask.model.llm
+        """Its model, also once that is given back: a slow client is still told of its answer."""
         self._speculate = speculate
         self._place = place
         self.jobs: list[Job] = []
@@ -99,7 +101,7 @@ class Run:
         self._news = news
         self._compilers = compilers
         self._matcher: Matcher | None = None
-        self._texts = iter(ask.model.llm.transcripts(ask.stop, self.choices))
+        self._texts = iter(self.llm.transcripts(ask.stop, self.choices))
         self.at_end: Callable[[], Coroutine[Any, Any, None]] | None = None
         """Gives back what was held for it, besides pages; it may be called more than once."""
         self._ending: asyncio.Future[None] | None = None
@@ -176,7 +178,7 @@ class Run:
 
     async def _prepared(self, request: Request, goes_on: GoesOn | None = None) -> Callable[[], Job]:
         """What starts a job, on the loop; what takes long is done elsewhere, before."""
-        ask, llm = self.ask, self.ask.model.llm
+        ask, llm = self.ask, self.llm
         transcript, matcher = next(self._texts), None
         if request.constraint is not None:
             if self._matcher is None:  # one for all answers, and a copy for each

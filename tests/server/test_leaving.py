@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import random
 import socket
@@ -86,7 +87,7 @@ def test_who_does_not_read_keeps_nobody_else_waiting(
 
     def little_room(self: Any, transport: Any) -> None:
         listening = transport.get_extra_info("socket")
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 32768)
         made(self, transport)
 
     monkeypatch.setattr(serving_module.Protocol, "connection_made", little_room)
@@ -255,6 +256,23 @@ def test_one_that_is_cancelled_twice_has_appended_nothing(
     assert served.session.tokens == [*before, 301]
     slow.http.delete("/v1/sessions/twice")
     assert slow.pages() == 0
+
+
+def test_a_slow_reader_of_a_model_that_was_given_back_reads_to_the_end(tmp_path: Path) -> None:
+    with serving(tmp_path) as rig:
+        rig._listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 32768)
+        most = {"n_predict": 1000, "n_probs": 20, "ignore_eos": True}
+        connection = send(rig, "/completion", prompt="a", stream=True, **most)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 32768)
+        until(lambda: running(rig) == 1)
+        rig.post("/api/generate", model="tiny-dense", keep_alive=0)
+        until(lambda: not rig.state.models.loaded)
+        response = http.client.HTTPResponse(connection)
+        response.begin()
+        events = [json.loads(one[6:]) for one in response.read().split(b"\n\n") if one]
+        connection.close()
+    assert events[-1]["stop"] and events[-1]["tokens_predicted"] == 1000
+    assert sum(len(one.get("completion_probabilities", ())) for one in events[:-1]) == 1000
 
 
 def test_a_reader_who_does_not_read_holds_nobody_up(slow: Rig) -> None:
