@@ -138,7 +138,8 @@ class Decoder:
         """x after layers start … stop-1, in place on one device; each rope's table is made once.
 
         x is where the layer before left it, or where it is said to be. Where only some rows are
-        wanted, the last network, behind which nobody looks at the others, computes no more.
+        wanted, which ascend, the last network, behind which nobody looks at the others, computes
+        no more.
         """
         tables: dict[int, Array | None] = {}
         groups, here = batch.groups, on or self.ops_after[start]

@@ -93,8 +93,8 @@ class Model(Protocol):
     ) -> Array:  # fmt: skip
         """x after layers start … stop-1, over the batch's memory; in place on one device.
 
-        x is where the layer before left it, or where it is said to be. With `rows`, these come
-        back, in their order, and what only the others need may be left out.
+        x is where the layer before left it, or where it is said to be. With `rows`, which
+        ascend, these come back, and what only the others need may be left out.
         """
 
     def hidden(self, x: Array) -> Array:

@@ -6,9 +6,10 @@
 
 A network is packed on the GPU from the file and used for one step, while the next one is on its
 way: that which followed it before. So the first one is there when a prompt goes on, also where the
-last is skipped, since nobody looks behind it. Mixers stay where their memory is. Which way is faster is measured: the time that a row takes on the host, against
-the time of a network that comes and goes. Results of a GPU are rounded otherwise than a CPU's, so
-this is for who does without `exact_batches`.
+last is skipped, since nobody looks behind it. Mixers stay where their memory is. Which way is
+faster is measured: the time that a row takes on the host, against the time of a network that comes
+and goes. Results of a GPU are rounded otherwise than a CPU's, so this is for who does without
+`exact_batches`.
 """
 
 from __future__ import annotations
