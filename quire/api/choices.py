@@ -22,6 +22,7 @@ from quire.types import Completion
 
 if TYPE_CHECKING:
     from quire.api.generating import Generating
+    from quire.api.session import Session
 
 _MOST = 1024
 
@@ -61,7 +62,7 @@ class Choices:
         if self.made == 1:
             return [llm.start_prompt(request, stop, prompt, holder)]
         fork = self._forks(llm, request, stop, holder)
-        with llm.session(request.salt) as root:
+        with _root(llm, request, holder) as root:
             root.append(prompt)
             return llm.loop.call(lambda: fork(root.sequence))
 
@@ -73,7 +74,7 @@ class Choices:
             start = partial(self.start, llm, request, stop, prompt, holder)
             return await off_the_loop(start, end_all_soon)
         fork = await off_the_loop(partial(self._forks, llm, request, stop, holder))
-        root = await off_the_loop(partial(llm.session, request.salt))
+        root = await off_the_loop(partial(_root, llm, request, holder))
         try:
             await root.aappend(prompt)
             begin = partial(llm.loop.call, lambda: fork(root.sequence))
@@ -114,6 +115,11 @@ class Choices:
         if request.sampling.logprobs is not None:
             return ranked
         return [replace(completion, logprobs=None) for completion in ranked]
+
+
+def _root(llm: Generating, request: Request, holder: Holder) -> Session:
+    """Where the prompt is computed."""
+    return llm.loop.call(lambda: llm.session(request.salt).end_with(holder))
 
 
 def _numbered(request: Request, number: int) -> Request:

@@ -47,7 +47,7 @@ class Session(Appended):
         self.notes: dict[str, Any] = dict(notes or {})
         """Whatever a program wants to find again in a saved session; plain JSON."""
         self._end = Ending(llm.loop, sequence, self._marks)
-        llm.loop.when_gone(self, self._end)
+        self._ref = llm.loop.when_gone(self, self._end)
 
     @property
     def sequence(self) -> Sequence:
@@ -221,6 +221,11 @@ class Session(Appended):
                 saving.write(where, lambda: loop.call(saving.check))
             finally:
                 loop.call(saving.let_go)
+
+    def end_with(self, holder: Holder) -> Session:
+        """Closes it when its holder waits no more, at the latest; on the loop."""
+        self._loop.when_left(holder, self._ref, self._end)
+        return self
 
     def close(self) -> None:
         """Gives its pages back; marks made in it go too."""

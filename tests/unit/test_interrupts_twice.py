@@ -93,6 +93,26 @@ def test_what_is_computed_beside_is_given_back(llm: quire.LLM) -> None:
     assert len(calls) == 3
 
 
+def test_a_prompt_with_several_answers_is_given_back(
+    llm: quire.LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when the interrupt comes as the session is about to be closed that computed it."""
+
+    def leave(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(quire.Session, "__exit__", leave)
+        try:
+            llm.generate([1, 2, 3], n=3, **GO)
+        except KeyboardInterrupt:  # its traceback holds the session
+            assert llm.generate([4], **GO).token_ids
+            assert not llm.engine._sequences and not llm.engine.scheduler.active
+        else:
+            raise AssertionError("nothing was interrupted")
+    assert not llm.loop.seat.endings._held
+
+
 @pytest.mark.parametrize("opens", [False, True])
 def test_files_that_are_written_or_read(llm: quire.LLM, opens: bool, tmp_path: Path) -> None:
     """What they hold comes back: others would wait for it for ever."""
