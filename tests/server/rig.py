@@ -126,3 +126,17 @@ def serving(
         yield rig
     finally:
         rig.stop()
+
+
+@contextmanager
+def serving_slowly(folder: Path, **settings: Any) -> Iterator[Rig]:
+    """One that takes some milliseconds for a step, and more for a prompt."""
+    with serving(folder, **settings) as rig:
+        real = rig.llm.engine.runner.forward
+
+        def forward(plan: Any, lease: Any) -> Any:
+            time.sleep(0.003 + 0.0003 * plan.n_tokens)
+            return real(plan, lease)
+
+        rig.llm.engine.runner.forward = forward
+        yield rig

@@ -7,25 +7,17 @@ import json
 import socket
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
-from tests.server.rig import Rig, serving
+from tests.server.rig import Rig, serving_slowly
 from tests.server.test_leaving import LONG, running, send, until
 
 
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     """A server that takes some milliseconds for a step, and more for a prompt."""
-    with serving(tmp_path_factory.mktemp("slow"), max_running=1) as rig:
-        real = rig.llm.engine.runner.forward
-
-        def forward(plan: Any, lease: Any) -> Any:
-            time.sleep(0.003 + 0.0003 * plan.n_tokens)
-            return real(plan, lease)
-
-        rig.llm.engine.runner.forward = forward
+    with serving_slowly(tmp_path_factory.mktemp("slow"), max_running=1) as rig:
         yield rig
 
 

@@ -24,7 +24,7 @@ from quire.server import follow
 from quire.server import serving as serving_module
 from quire.server.session import ServedSession
 from quire.server.wire import Disconnected, while_connected
-from tests.server.rig import Rig, serving
+from tests.server.rig import Rig, serving, serving_slowly
 
 LONG: dict[str, Any] = {"max_tokens": 1500, "temperature": 0, "ignore_eos": True}
 PATHS = ["/v1/completions", "/v1/chat/completions"]
@@ -33,14 +33,7 @@ PATHS = ["/v1/completions", "/v1/chat/completions"]
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     """A server that answers two at a time, a few milliseconds a step."""
-    with serving(tmp_path_factory.mktemp("slow"), max_running=2, max_queue=3) as rig:
-        real = rig.llm.engine.runner.forward
-
-        def forward(plan: Any, lease: Any) -> Any:
-            time.sleep(0.003 + 0.0003 * plan.n_tokens)
-            return real(plan, lease)
-
-        rig.llm.engine.runner.forward = forward
+    with serving_slowly(tmp_path_factory.mktemp("slow"), max_running=2, max_queue=3) as rig:
         yield rig
 
 
