@@ -24,7 +24,7 @@ class RehearsedCuda(RehearsedOps):
     def __init__(self, real: Any, hopper: bool) -> None:
         super().__init__(real, None)
         self._hopper = hopper  # quantised weights are multiplied as they are, even by prompts
-        self._plain = True  # keys and values of 16 bits
+        self._types = "f16", "f16"  # of keys and of values
 
     def _half(self, rows: int, cols: int) -> Shape:
         """Values of 16 bits."""
@@ -98,7 +98,7 @@ class RehearsedCuda(RehearsedOps):
         return into
 
     def heads(self, heads: Heads, type_k: str, type_v: str, *_: Any) -> Heads:
-        self._plain = type_k == type_v in ("f16", "bf16")
+        self._types = type_k, type_v
         return heads
 
     def attention(
@@ -124,10 +124,13 @@ class RehearsedCuda(RehearsedOps):
 
         size = max((size for size in _TILES if size * group <= 64), default=0)
         narrow = heads.head_dim_k == heads.head_dim_v == 128 and not heads.softcap
-        takes = self._hopper and self._plain and narrow and size * group > 32
+        plain = self._types in (("f16", "f16"), ("bf16", "bf16"))
+        takes = self._hopper and plain and narrow and size * group > 32
         if takes and programs(size) >= _BLOCKS:
             return 0
-        size = _TILES[group * _TILES[1] <= (64 if wide > 128 else 128)]
+        finest = {kind if kind in ("f32", "bf16") else "f16" for kind in self._types}
+        queries = 32 if len(finest) > 1 or "f32" in finest else 64 if wide > 128 else 128
+        size = _TILES[group * _TILES[1] <= queries]
         pages = max(1 << (-(-step.context // 16) - 1).bit_length(), _LEAST_PAGES)
         most = (pages * 16 - 1) // _SPAN + 2
         few = programs(size)

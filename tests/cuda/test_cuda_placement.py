@@ -51,9 +51,12 @@ def test_spans_without_a_gpu_are_those_with_one() -> None:
     from quire.ops.cuda.paged import KINDS, Layer, PageShape
 
     rehearsed: Any = RehearsedCuda(None, hopper=False)
-    for counts, dim in product(((32, 8), (16, 4), (9, 3), (1, 1), (64, 2)), (64, 128, 256)):
+    shapes = ((32, 8), (16, 4), (9, 3), (1, 1), (64, 2))
+    kinds = tuple(product(KINDS, KINDS))
+    for counts, dim, types in product(shapes, (64, 128, 256), kinds):
         heads = Heads(*counts, dim, dim, scale=1.0)
-        layer = Layer(heads, KINDS["f16"], KINDS["f16"], None, None, 1e-6)
+        layer = Layer(heads, *(KINDS[kind] for kind in types), None, None, 1e-6)
+        rehearsed.heads(heads, *types)
         for tokens, sequences, context in product((16, 48, 384, 512), (1, 3), (500, 2048, 40_960)):
             pages = power_of_two(-(-context // 16), 32)
             n = tokens * sequences
