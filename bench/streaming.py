@@ -6,7 +6,8 @@ MODEL is a path or a made-up model (see _made_up.py). For each length of a promp
 `waiting` for the GPU after every step; without, so that it has one chunk while the host computes
 the next (both with `exact_batches=True`); and `streaming`, networks of the host's layers free to
 pass through the GPU (`exact_batches=False`), with what was measured of both ways. Prompts are new
-each time; medians of rounds. Ends with one JSON line.
+each time; medians of rounds. Then one prompt for all ways: `apart` is the most that a logit differs
+from the first way's, of their range. Ends with one JSON line.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import json
 import statistics
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -38,8 +40,8 @@ def wait_after_steps(llm: Any) -> None:
     llm.engine.runner.launch = waiting
 
 
-def measured(args: argparse.Namespace, way: str) -> list[dict[str, Any]]:
-    """Prompts of each length."""
+def measured(args: argparse.Namespace, way: str, found: list[Any]) -> list[dict[str, Any]]:
+    """Prompts of each length; what is found of the last one is added to a list."""
     rng, rows = np.random.default_rng(3), []
     n_ctx = max(args.tokens) + 16
     settings = {"device": args.device, "n_gpu_layers": args.n_gpu_layers, "n_ctx": n_ctx}
@@ -62,7 +64,18 @@ def measured(args: argparse.Namespace, way: str) -> list[dict[str, Any]]:
             row = {name: round(value, 2) for name, value in row.items()}
             rows.append({"way": way, "tokens": tokens, **row})
             print(rows[-1], flush=True)
+        found.append(logits(llm, args.tokens[0]))
+    apart = np.abs(found[-1] - found[0]).max() / np.ptp(found[0])
+    rows[-1]["apart"] = round(float(apart), 5)
+    print(f"{way}: logits apart by {rows[-1]['apart']} of their range", flush=True)
     return rows
+
+
+def logits(llm: Any, tokens: int) -> Any:
+    """Behind a prompt that is the same for all ways."""
+    ids = np.random.default_rng(4).integers(5, llm.model.n_vocab, tokens).tolist()
+    with llm.session() as session:
+        return session.append(ids).logits()
 
 
 def main() -> None:
@@ -75,8 +88,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     args = parser.parse_args()
-    with Shared():  # packed once
-        rows = [row for way in args.ways for row in measured(args, way)]
+    found: list[Any] = []
+    # the host's matrices are packed once; those that are streamed, each time
+    with Shared(of="cpu") if args.device.startswith("cuda") else nullcontext():
+        rows = [row for way in args.ways for row in measured(args, way, found)]
     print(json.dumps({"model": args.model, "n_gpu_layers": args.n_gpu_layers, "rows": rows}))
 
 
