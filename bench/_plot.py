@@ -41,7 +41,9 @@ class Axis:
         if self.log:
             first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
             tens = [10.0**e for e in range(first, last + 1)]
-            return [t for t in tens if self.low <= t <= self.high]
+            most = 3 if last - first < 4 else 1
+            round_ones = [f * ten for ten in tens for f in (1, 2, 5)[:most]]
+            return [t for t in round_ones if self.low <= t <= self.high]
         step = 10 ** math.floor(math.log10((self.high - self.low) / 4))
         step *= next(f for f in (1, 2, 5, 10) if (self.high - self.low) / (f * step) <= 6)
         return [step * i for i in range(math.ceil(self.low / step), int(self.high / step) + 1)]
@@ -81,14 +83,14 @@ def chart(
     parts.append(_text(8, TOP - 10, y_name))
     for i, line in enumerate(lines):
         colour = COLOURS[i % len(COLOURS)]
-        points = " ".join(
-            f"{px:.1f},{py:.1f}"
-            for px, py in (at(x, y) for x, y in zip(line.xs, line.ys, strict=True))
-        )
+        places = [at(x, y) for x, y in zip(line.xs, line.ys, strict=True)]
+        points = " ".join(f"{px:.1f},{py:.1f}" for px, py in places)
         parts.append(
-            f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>'
+            f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
         )
-        parts.append(_text(WIDTH - RIGHT - 6, TOP + 16 * (i + 1), line.name, "end", colour))
+        parts += [f'<circle cx="{px:.1f}" cy="{py:.1f}" r="2.5" fill="{colour}"/>'
+                  for px, py in places]  # fmt: skip
+        parts.append(_text(LEFT + 10, TOP + 16 * (i + 1), line.name, colour=colour))
     body = "\n".join(parts)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(

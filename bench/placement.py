@@ -8,7 +8,7 @@ host until all layers are on the GPU. For each: bytes on the GPU by the plan and
 activations change device, and tokens per second of one sequence (the median of rounds in turns,
 each of as many tokens as take so many seconds, once steps are compiled and recorded).
 Matrices stay on both sides from one load to the next, and are not packed again. Ends with one JSON
-line; the chart shows speed against bytes.
+line; the chart shows speed against bytes, a dot for every N.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main() -> None:
             mine = [row for row in rows if row["way"] == way]
             xs = [row["held"] / 1e9 for row in mine]
             lines.append(Line(way, xs, [row["tokens_per_second"] for row in mine]))
-        chart(args.svg, args.model, "GB on the GPU", "tokens/s", lines)
+        chart(args.svg, args.model, "GB on the GPU", "tokens/s", lines, log_y=True)
     seconds = round(time.perf_counter() - start, 1)
     found = {"grows": grows(rows), "gains": gains(rows), "seconds": seconds}
     print(json.dumps({"model": args.model, **found, "rows": rows}))
@@ -107,7 +107,7 @@ def speed(llm: Any, seconds: float) -> float:
     while took < seconds and tokens < MOST:
         tokens = min(round(1.1 * tokens * seconds / took) + 1, MOST)
         took = generated(llm, tokens)
-    return tokens / took
+    return tokens / min(took, generated(llm, tokens))  # the first may still have compiled
 
 
 def generated(llm: Any, tokens: int) -> float:
