@@ -31,6 +31,22 @@ class MatrixSize:
     nbytes: int
 
 
+class _Packed:
+    """A matrix as its parts are stacked: the last rows of one may share a tile with the next."""
+
+    def __init__(self, ops: Ops) -> None:
+        self._ops = ops
+        self._parts: list[tuple[int, int, int]] = []
+        self.nbytes = 0
+
+    def add(self, parts: list[tuple[int, int, int]]) -> int:
+        """What the matrix grows by."""
+        before, now = self.nbytes, self._ops.packed_bytes([*self._parts, *parts])
+        self._parts += parts
+        self.nbytes = now
+        return now - before
+
+
 class TensorCheck:
     """A loader that loads nothing: it notes what is missing or misshaped, and what would be packed.
 
@@ -64,29 +80,29 @@ class TensorCheck:
 
     def matrix(self, cols: int, *parts: Rows, exact: bool = False) -> Matrix:
         """Checks each part; there is no matrix yet."""
-        nbytes = taken = 0
+        packed = _Packed(self._ops)
+        taken = 0
         for name, rows, *where in parts:
             tensor = self._file.tensors.get(name)
             if tensor is not None and tensor.shape and _flat(tensor) == (rows, cols):
                 self._note(name, tensor)
                 some = rows_taken(rows, where)
-                nbytes += self._pack(name, tensor, [(some, cols)], exact)
+                self._pack(packed, name, [(some, cols)], exact)
                 taken += some
             else:
                 self._check(name, (rows, cols))
         if not exact:
             self._matrices.update(name for name, *_ in parts)
-        return MatrixSize(taken, cols, nbytes)
+        return MatrixSize(taken, cols, packed.nbytes)
 
     def experts(self, count: int, cols: int, *parts: Rows) -> Matrix:
         """Checks each part; there is no matrix yet."""
-        nbytes = 0
+        packed = _Packed(self._ops)
         for name, rows, *_ in parts:
             if self._check(name, (count, rows, cols)):
-                shapes = [(rows, cols)] * count
-                nbytes += self._pack(name, self._file.tensors[name], shapes, exact=False)
+                self._pack(packed, name, [(rows, cols)] * count, exact=False)
             self._matrices.add(name)
-        return MatrixSize(count * sum(rows for _, rows, *_ in parts), cols, nbytes)
+        return MatrixSize(count * sum(rows for _, rows, *_ in parts), cols, packed.nbytes)
 
     def vector(self, *parts: Rows) -> Any:
         """Checks each part; there is no array yet."""
@@ -103,17 +119,15 @@ class TensorCheck:
         return np.zeros(shape, np.float32)
 
     def _pack(
-        self, name: str, tensor: TensorFacts, shapes: list[tuple[int, int]], exact: bool
-    ) -> int:
-        """What parts of these shapes, all from one tensor, will take in a matrix."""
+        self, packed: _Packed, name: str, shapes: list[tuple[int, int]], exact: bool
+    ) -> None:  # fmt: skip
+        """Notes what parts of these shapes, all from one tensor, will take in a matrix."""
+        tensor = self._file.tensors[name]
         type = tensor.type if exact else loaded_type(name, tensor, self._quantize)
         try:
-            nbytes = self._ops.packed_bytes([(int(type), *shape) for shape in shapes])
+            self.packed[name] += packed.add([(int(type), *shape) for shape in shapes])
         except Refused as error:
             self._faults.append(f"{name}: {error}")
-            return 0
-        self.packed[name] += nbytes
-        return nbytes
 
     def _check(self, name: str, shape: tuple[int, ...]) -> bool:
         tensor = self._file.tensors.get(name)

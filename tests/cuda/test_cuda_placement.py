@@ -13,15 +13,19 @@ import numpy as np
 import pytest
 
 import quire
+from quire.config import LoadConfig
+from quire.convert import FORMATS, convert
 from quire.devices import cuda
 from quire.errors import BudgetError
 from quire.models.loader import DOWN, EXPERTS, Part
+from quire.models.registry import open_weights
 from quire.ops import Heads, Refused
+from quire.placement.blueprint import Blueprint
 from quire.placement.cuda_arrays import RehearsedCuda
 from quire.placement.cuda_sizes import DescribedCuda, packed_bytes
 from quire.placement.kernels import Step
 from tests import random_hybrids
-from tests.model_folders import MODELS, TRAINED, model_folder
+from tests.model_folders import MODELS, RANDOM, TRAINED, model_folder
 
 torch = pytest.importorskip("torch")
 PROMPT = [(7 * i + 3) % 900 + 5 for i in range(600)]
@@ -42,6 +46,22 @@ def test_sizes_without_a_gpu_are_those_with_one() -> None:
             assert told == FORMATS[kind].nbytes(rows, cols), (kind, rows, cols)
     several = [(12, 40, 256), (12, 24, 256), (14, 8, 256), (30, 5, 256)]
     assert DescribedCuda(1).packed_bytes(several) == matrices.packed_bytes(several)
+
+
+@pytest.mark.parametrize("name", [*TRAINED, *RANDOM])
+def test_stacked_matrices_are_planned_as_they_are_packed(name: str, tmp_path: Path) -> None:
+    """Also where rows of two tensors share a tile: loading asserts it of every matrix."""
+    from quire.ops.cuda import CudaOps, Machine
+
+    path = tmp_path / "m.gguf"
+    with open_weights(model_folder(name, tmp_path)) as file:
+        convert(file, path, FORMATS["q8_0"])
+    with open_weights(path) as file:
+        model = Blueprint.read(file, CudaOps(Machine(None)), LoadConfig()).load()
+    with open_weights(path) as file:
+        assert (
+            model.weight_bytes == Blueprint.read(file, DescribedCuda(1), LoadConfig()).weight_bytes
+        )
 
 
 def test_spans_without_a_gpu_are_those_with_one() -> None:
