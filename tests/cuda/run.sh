@@ -14,7 +14,7 @@ run() {
 rm -f "$out"/test_*.log
 if [ "$1" != alone ]; then
     for name in every products attention decode same_bits recurrent convert missing sampling models steps native \
-        sessions memory api choices flying passage smollm2; do run "test_cuda_$name" & done
+        sessions memory api choices beside flying passage smollm2; do run "test_cuda_$name" & done
     wait
 fi
 if [ "$1" != together ]; then

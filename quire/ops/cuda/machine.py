@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
+import threading
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,6 +58,8 @@ _ODD = 1 << 16  # bytes that this may take in all
 _LARGE = 1 << 15  # bytes of activations that are worth being staged
 _weights: Counter[torch.device] = Counter()
 """Bytes that matrices hold of each GPU: what torch tells is of the whole process too."""
+_records = threading.RLock()
+"""Held by who records a graph. Nobody else may then record, or wait for a whole GPU."""
 
 
 class Machine:
@@ -182,7 +187,8 @@ class Machine:
         """Returns what is only kept for later."""
         self._room = None
         if not self.interpreted:
-            torch.cuda.empty_cache()
+            with _records:
+                torch.cuda.empty_cache()
 
 
 def power_of_two(n: int, least: int = 1) -> int:
@@ -214,9 +220,28 @@ def missing(index: int) -> str | None:
     return None
 
 
-def wait(index: int) -> None:
+def wait(device: int | torch.device | None) -> None:
     """Until the GPU has done what it was told."""
-    torch.cuda.synchronize(index)
+    with _records:
+        torch.cuda.synchronize(device)
+
+
+@contextmanager
+def recording(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+    """What is launched within is recorded, and not run.
+
+    Models of other threads go on, but for what would break it: another recording, waiting for the
+    whole GPU, and finalizers of somebody's garbage, which wait too.
+    """
+    with _records:
+        collects = gc.isenabled()
+        try:
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                gc.disable()
+                yield
+        finally:
+            if collects:
+                gc.enable()
 
 
 def pinned(size: int) -> NDArray[np.uint8]:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from quire.ops.cuda.machine import wait
 from quire.ops.passing import PIECE, PIECES, ROOMS, Source
 
 T = TypeVar("T")
@@ -118,7 +119,7 @@ class CudaPassage:
 
     def close(self) -> None:
         """Gives everything back."""
-        torch.cuda.synchronize(self._device)
+        wait(self._device)
         if self._machine.ring is not None:
             self._machine.ring.close()
         self._machine.ring, self._rooms, self._here = None, [], [None] * ROOMS

@@ -30,7 +30,7 @@ from quire.ops.batch import Batch, GroupPages
 from quire.ops.cuda.arrays import values_of
 from quire.ops.cuda.drawing import Choice, Edits, Rows, columns_of, drawing, edit, report
 from quire.ops.cuda.kernels import rows as kernels
-from quire.ops.cuda.machine import Machine, OnDevice, power_of_two
+from quire.ops.cuda.machine import Machine, OnDevice, power_of_two, recording, wait
 from quire.ops.cuda.paged import Paged, PageShape, filled, page_columns, shape_of
 from quire.ops.cuda.recurrent import state_places
 from quire.ops.cuda.recurrent_layer import CudaStates, StateShape
@@ -165,7 +165,7 @@ class Steps:
         """Lets go of everything that was recorded, and of what it holds; False if nothing was."""
         known = any(step.graph is not None for step in self._known.values())
         if not self._machine.interpreted:
-            torch.cuda.synchronize(self._machine.device)  # one of them may be under way
+            wait(self._machine.device)  # one of them may be under way
         self._known.clear()
         self._latest = self._pool = None
         return known
@@ -222,7 +222,7 @@ class Steps:
     def _broken(self, key: Key, draws: Sequence[Draw | None]) -> None:
         """A step broke off, nobody knows where: it is made anew, and tokens are counted anew."""
         if not self._machine.interpreted:
-            torch.cuda.synchronize(self._machine.device)  # the last one may be under way
+            wait(self._machine.device)  # the last one may be under way
         self._known.pop(key, None)
         for draw in draws:
             if draw is not None:
@@ -238,7 +238,7 @@ class Steps:
             self._body(step, groups)
             return
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with recording(graph, self._pool):
             self._body(step, groups)
         self._pool = self._pool or graph.pool()
         step.graph = graph

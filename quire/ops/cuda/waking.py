@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 import torch
 
-from quire.ops.cuda.machine import Machine
+from quire.ops.cuda.machine import Machine, wait
 from quire.ops.cuda.matrices import pack
 
 _KINDS = {8: 34, 12: 144, 14: 210}
@@ -24,5 +24,5 @@ def wake(index: int) -> None:
             blocks = 16 * 256 // (32 if kind == 8 else 256)
             pack([(kind, 16, 256, np.zeros(blocks * size, np.uint8))], machine)
     torch.cuda.Stream(machine.device).synchronize()
-    torch.cuda.synchronize(machine.device)
+    wait(machine.device)
     machine.trim()

@@ -1,0 +1,77 @@
+"""Several models on one GPU, each used by a thread of its own."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+
+import quire
+from tests.model_folders import MODELS
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+NAMES = ("tiny-dense", "tiny-hybrid35", "tiny-window")
+
+
+def said(name: str, turn: int) -> list[list[int]]:
+    """What a model says that is loaded anew; steps are run, recorded and replayed."""
+    found = []
+    with quire.load(MODELS / name, device="cuda", memory_budget="1GiB", n_ctx=512) as llm:
+        for n in range(4):
+            ids = [[(7 * i + j + 3 * n) % 900 + 5 for i in range(20 + 9 * n)] for j in range(n + 1)]
+            made = llm.generate(
+                ids, max_tokens=24, ignore_eos=True, speculate=["ngram", None][n % 2]
+            )
+            found += [one.token_ids for one in made]
+        if turn % 2:
+            llm.resize("512MiB")
+    return found
+
+
+@pytest.mark.gpu
+def test_who_records_disturbs_nobody() -> None:
+    """Steps are recorded while other threads load, run, record, wait for the GPU and let go."""
+    alone = {name: said(name, 0) for name in NAMES}
+    errors: list[BaseException] = []
+
+    def use(name: str) -> None:
+        try:
+            for turn in range(4):
+                assert said(name, turn) == alone[name], (name, turn)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=use, args=(name,), daemon=True) for name in NAMES * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(240)
+    assert not any(thread.is_alive() for thread in threads), "somebody hangs"
+    if errors:
+        raise errors[0]
+
+
+def test_nobody_waits_for_the_gpu_while_somebody_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor are others' finalizers run within."""
+    from quire.ops.cuda.machine import recording, wait
+
+    told: list[str] = []
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: told.append("waited"))
+    graph: Any = None
+    waiting = threading.Thread(target=wait, args=(0,))
+    with recording(graph, None):
+        assert not gc.isenabled()
+        waiting.start()
+        waiting.join(0.1)
+        told.append("recorded")
+    waiting.join(10)
+    assert told == ["recorded", "waited"] and gc.isenabled()
+    with pytest.raises(KeyError), recording(graph, None):
+        raise KeyError
+    assert gc.isenabled()
+    wait(0)
