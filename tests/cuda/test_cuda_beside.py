@@ -34,14 +34,13 @@ def said(name: str, turn: int) -> list[list[int]]:
 
 @pytest.mark.gpu
 def test_who_records_disturbs_nobody() -> None:
-    """Steps are recorded while other threads load, run, record, wait for the GPU and let go."""
-    alone = {name: said(name, 0) for name in NAMES}
+    """Steps are recorded while other threads load, compile, run, record, wait and let go."""
+    found: list[tuple[str, list[list[int]]]] = []
     errors: list[BaseException] = []
 
     def use(name: str) -> None:
         try:
-            for turn in range(4):
-                assert said(name, turn) == alone[name], (name, turn)
+            found.extend((name, said(name, turn)) for turn in range(4))
         except BaseException as error:
             errors.append(error)
 
@@ -53,6 +52,8 @@ def test_who_records_disturbs_nobody() -> None:
     assert not any(thread.is_alive() for thread in threads), "somebody hangs"
     if errors:
         raise errors[0]
+    alone = {name: said(name, 0) for name in NAMES}
+    assert len(found) == 4 * len(threads) and all(tokens == alone[name] for name, tokens in found)
 
 
 def test_nobody_waits_for_the_gpu_while_somebody_records(monkeypatch: pytest.MonkeyPatch) -> None:
