@@ -56,6 +56,26 @@ def test_who_records_disturbs_nobody() -> None:
     assert len(found) == 4 * len(threads) and all(tokens == alone[name] for name, tokens in found)
 
 
+@pytest.mark.gpu
+def test_a_draft_model_changes_nothing() -> None:
+    """Greedy, by chance, and with penalties, which have to forget what was only drafted."""
+    ways: list[dict[str, Any]] = [
+        {}, {"temperature": 0.9, "seed": 11}, {"repetition_penalty": 1.3, "frequency_penalty": 0.2},
+        {"temperature": 1.2, "seed": 5, "top_k": 40, "presence_penalty": 0.5},
+    ]  # fmt: skip
+    ids = [(7 * i + 3) % 900 + 5 for i in range(90)]
+    loads: dict[str, Any] = {"device": "cuda", "n_ctx": 512}
+    with (
+        quire.load(MODELS / "tiny-hybrid", memory_budget="2GiB", **loads) as llm,
+        quire.load(MODELS / "tiny-dense", beside=llm, **loads) as draft,
+    ):
+        for way in ways:
+            wanted = llm.generate(ids, max_tokens=48, ignore_eos=True, **way).token_ids
+            for _ in range(2):  # the second finds the prompt, and drafts from the first token on
+                found = llm.generate(ids, max_tokens=48, ignore_eos=True, speculate=draft, **way)
+                assert found.token_ids == wanted, way
+
+
 def test_nobody_waits_for_the_gpu_while_somebody_records(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor are others' finalizers run within."""
     from quire.ops.cuda.machine import recording, wait

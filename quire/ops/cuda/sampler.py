@@ -69,7 +69,7 @@ class CudaSampler:
         self._prompt: set[int] = set()
         self._seen, self._latest = 0, _UNKNOWN
         self._on_gpu: torch.Tensor | None = None
-        self._counted = _UNKNOWN  # how many tokens of those seen the GPU has counted
+        self._counted: int | None = None  # how many tokens of those seen the GPU has counted
         self._bias: torch.Tensor | None = None
 
     def observe(self, ids: Int32) -> None:
@@ -103,7 +103,7 @@ class CudaSampler:
 
     def recount(self) -> None:
         """What the GPU has counted is not what was seen, or may not be."""
-        self._counted = _UNKNOWN
+        self._counted = None
 
     def edit(self, machine: Machine, vocab: int, source: int = _UNKNOWN) -> Edit:
         """What kernels are told of the next token; they are launched, or it is counted anew.
@@ -117,14 +117,14 @@ class CudaSampler:
         biases = 0 if self._bias is None else self._bias.data_ptr()
         if not self._penalises:
             return Edit(biases=biases, lengths=len(wish.bias))
-        wanted = self._seen + (source >= 0)
-        if self._on_gpu is None or not wanted - 1 <= self._counted <= wanted:
-            self._on_gpu, self._counted = self._count(machine, vocab), self._seen
+        wanted, counted = self._seen + (source >= 0), self._counted
+        if self._on_gpu is None or counted is None or not wanted - 1 <= counted <= wanted:
+            self._on_gpu, counted = self._count(machine, vocab), self._seen
         new = _UNKNOWN
-        if self._counted < wanted:
+        if counted < wanted:
             new = -2 - source if source >= 0 else self._latest
             need(new < vocab, "a token outside the vocabulary")
-            self._counted = wanted
+        self._counted = wanted
         return Edit(
             self._on_gpu.data_ptr(), biases, len(wish.bias), new, wish.repetition_penalty,
             wish.frequency_penalty, wish.presence_penalty,
