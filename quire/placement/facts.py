@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from quire.config import LoadConfig
 from quire.memory.build import MemorySettings, attention_layout
@@ -108,11 +109,13 @@ class ModelFacts:
         """Whether any layer has experts."""
         return any(part.kind == EXPERTS for part in next(iter(self.parts.values())))
 
-    def layer_parts(self, layer: int) -> list[Part]:
-        """The parts that a layer has."""
+    @cached_property
+    def layer_parts(self) -> list[list[Part]]:
+        """The parts that each layer has."""
         known = next(iter(self.parts.values()))
-        parts = [Part(kind, layer) for kind in (MIXER, NETWORK, EXPERTS, DOWN)]
-        return [part for part in parts if part in known]
+        kinds = (MIXER, NETWORK, EXPERTS, DOWN)
+        layers = ([Part(kind, i) for kind in kinds] for i in range(self.n_layers))
+        return [[part for part in parts if part in known] for parts in layers]
 
 
 def model_facts(

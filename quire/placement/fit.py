@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 
 from quire.errors import RequestError
 from quire.models.loader import DOWN, EMBEDDING, EXPERTS, MIXER, OUTPUT, Part
@@ -36,6 +37,7 @@ def fit(
 ) -> Plan:  # fmt: skip
     """The best plan for these devices, the host being the last; DoesNotFit if there is none."""
 
+    @cache  # a refusal tries some wishes more than once
     def best(wanted: Wanted) -> Plan:
         return _Search(model, devices, wanted, draft).best()
 
@@ -50,9 +52,12 @@ def whole_context(model: ModelFacts, wanted: Wanted) -> int:
     return wanted.n_ctx or model.n_ctx_train
 
 
+_TURNS = {DOWN: 1, EXPERTS: 2}
+
+
 def _turn(part: Part) -> float:
     """When a matrix of experts goes to the host: 1 for the first; other parts never do."""
-    return 2 * part.layer + {DOWN: 1, EXPERTS: 2}.get(part.kind, math.inf)
+    return 2 * part.layer + _TURNS.get(part.kind, math.inf)
 
 
 class _Search:
@@ -103,7 +108,7 @@ class _Search:
         """The plan with the largest context, from the least to the whole; None if none fits."""
         if (whole := self.plan(n, moved, self.full)).fits:
             return whole
-        if not (least := self.plan(n, moved, self.least)).fits:
+        if self.least == self.full or not (least := self.plan(n, moved, self.least)).fits:
             return None
         size = self.page
         low, high = self.least // size, -(-self.full // size)  # low fits, high does not
@@ -200,7 +205,7 @@ class _Search:
             at = host
             if n and i >= first:
                 at = self.gpus[max(sum(s <= i for s in starts) - 1, 0)]
-            for part in model.layer_parts(i):
+            for part in model.layer_parts[i]:
                 away = _turn(part) <= moved
                 stays = part.kind == MIXER and not self.wanted.kv_offload
                 places[part] = host if away or stays else at

@@ -143,7 +143,7 @@ class Plan:
         """How often activations change device on their way through the model."""
         way = [self.places[Part(EMBEDDING)]]
         for i in range(self.model.n_layers):
-            parts = self.model.layer_parts(i)
+            parts = self.model.layer_parts[i]
             way += [self.places[part] for part in parts]
             for part in (Part(EXPERTS, i), Part(NETWORK, i)):
                 if Part(DOWN, i) in parts and part in parts:
@@ -259,7 +259,7 @@ def passing_room(model: ModelFacts, kind: str, places: Places, host: int) -> int
     """Bytes of the largest network, or experts of a network, that are on the host."""
     sizes = [0]
     for i in range(model.n_layers):
-        away = [part for part in model.layer_parts(i) if part.kind != MIXER]
+        away = [part for part in model.layer_parts[i] if part.kind != MIXER]
         if away and all(places[part] == host for part in away if part.kind != NETWORK):
             sizes.append(sum(model.weights(kind, p) for p in away if places[p] == host))
     return max(sizes)

@@ -155,8 +155,8 @@ def test_torch_holds_segments() -> None:
 def check_shape(plan: Plan) -> None:
     """Contiguous from the last layer backwards, output first, embedding on the host."""
     host, n = len(plan.devices) - 1, plan.model.n_layers
-    on = [plan.places[part] for i in range(n) for part in plan.model.layer_parts(i)[-1:]]
-    body = [plan.places[plan.model.layer_parts(i)[0]] for i in range(n)]
+    on = [plan.places[part] for i in range(n) for part in plan.model.layer_parts[i][-1:]]
+    body = [plan.places[plan.model.layer_parts[i][0]] for i in range(n)]
     if plan.n_gpu_layers and body.count(host) < n:
         first = next(i for i in range(n) if body[i] != host)
         assert host not in body[first:]
@@ -347,7 +347,7 @@ def test_several_gpus_are_filled_in_proportion(model: ModelFacts, sizes: list[in
     plan = fit(model, devices, Wanted(n_ctx=512, n_gpu_layers=model.n_layers + 1))
     used = [one.total / one.device.limit for one in plan.devices[:-1]]
     layer = max(
-        sum(model.weights("cuda", p) for p in model.layer_parts(i)) for i in range(model.n_layers)
+        sum(model.weights("cuda", p) for p in model.layer_parts[i]) for i in range(model.n_layers)
     )
     ends = model.weights("cuda", Part(OUTPUT)) + 64 * MB * len(model.groups) + 4 * MB
     slack = (2 * layer + ends + 50 * MB) / (min(sizes) * 10**9)
