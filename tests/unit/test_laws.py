@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ ROOT = Path(quire.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
 
+@cache
 def imports(path: Path) -> set[str]:
     """Every module a file imports, at its top or inside functions."""
     found: set[str] = set()
