@@ -140,14 +140,17 @@ def make_attention(
     return Single(AttentionGroup(*common))
 
 
-def _row(address: int, part: int, row_bytes: int, slot: int) -> NDArray[np.int32]:
-    cell = (ctypes.c_int32 * 2).from_address(address + part + slot * row_bytes)
-    return np.ctypeslib.as_array(cell)
+_Row = ctypes.c_int32 * 2
+"""The first two values of a row, in place: quicker to read than an array of NumPy's."""
+
+
+def _row(address: int, part: int, row_bytes: int, slot: int) -> ctypes.Array[ctypes.c_int32]:
+    return _Row.from_address(address + part + slot * row_bytes)
 
 
 def _rows(
     address: int, layout: AttentionLayout, slot: int
-) -> list[tuple[int, NDArray[np.int32], NDArray[np.int32]]]:
+) -> list[tuple[int, ctypes.Array[ctypes.c_int32], ctypes.Array[ctypes.c_int32]]]:
     k_row = layout.type_k.row_bytes(layout.spec.head_dim_k)
     v_row = layout.type_v.row_bytes(layout.spec.head_dim_v)
     return [
@@ -181,8 +184,8 @@ def write_pages(pool: PagePool, ubatch: MicroBatch, view: PageView) -> None:
 def _read(address: int, layout: AttentionLayout, slot: int) -> Token:
     found = set()
     for layer, k, v in _rows(address, layout, slot):
-        assert k[0] == v[0] and v[1] == layer, f"slot {slot}: K {k}, V {v} in layer {layer}"
-        found.add((int(k[0]), int(k[1])))
+        assert k[0] == v[0] and v[1] == layer, f"slot {slot}, layer {layer}: {[*k]}, {[*v]}"
+        found.add((k[0], k[1]))
     assert len(found) == 1, f"layers disagree: {found}"
     return found.pop()
 
