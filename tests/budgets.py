@@ -1,11 +1,13 @@
-"""For tests of budgets: what they held at their most."""
+"""For tests of memory: what is held, and what budgets held at their most."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
 
+import quire
 from quire.devices.budget import Budget
 
 
@@ -21,3 +23,12 @@ def peaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, int]]:
 
     monkeypatch.setattr(Budget, "reserve", noted)
     yield found
+
+
+def pages(llm: quire.LLM) -> int:
+    """Pages in use by what somebody still holds; nothing stays cached."""
+    gc.collect()
+    llm.forget()
+    llm.memory.audit()
+    used: int = llm.memory.as_dict()["stats"]["attention"]["pages_used"]
+    return used

@@ -16,30 +16,16 @@ from quire.engine.seat import Seat
 from quire.engine.waiting import Waiter
 from quire.errors import RequestError
 from tests import tiny
+from tests.budgets import pages
 
 GO: dict[str, Any] = {"ignore_eos": True}
 PROMPTS = [[i, 7, i + 1] * 4 for i in range(6)]
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("model") / "tiny.gguf"
-    tiny.write(made, tiny.Tiny(context=512))
-    return made
 
 
 @pytest.fixture
 def llm(path: Path) -> Iterator[quire.LLM]:
     with quire.load(path, threads=1) as loaded:
         yield loaded
-
-
-def pages(llm: quire.LLM) -> int:
-    gc.collect()
-    llm.forget()
-    llm.memory.audit()
-    used: int = llm.memory.as_dict()["stats"]["attention"]["pages_used"]
-    return used
 
 
 def slowed(llm: quire.LLM, seconds: float = 0.003) -> list[int]:

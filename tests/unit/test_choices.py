@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +19,6 @@ from tests.gguf_writer import Typed, ValueType
 
 PROMPT = "The quick brown fox jumps over the lazy dog, and over the fence as well."
 WILD = {"temperature": 20.0, "seed": 11, "max_tokens": 12, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("model") / "tiny.gguf"
-    tiny.write(made, tiny.Tiny(context=512))
-    return made
-
-
-@pytest.fixture
-def llm(path: Path) -> Iterator[quire.LLM]:
-    with quire.load(path) as loaded:
-        yield loaded
-        loaded.memory.audit()
-        loaded.forget()
-        assert loaded.memory.as_dict()["stats"]["attention"]["pages_used"] == 0
 
 
 def test_the_prompt_is_computed_once(llm: quire.LLM) -> None:

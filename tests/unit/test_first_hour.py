@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -12,25 +11,8 @@ import pytest
 import quire
 from quire.errors import RequestError
 from quire.types import Sampling
-from tests import tiny
 
 GO = {"max_tokens": 6, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("model") / "tiny.gguf"
-    tiny.write(made, tiny.Tiny(context=512))
-    return made
-
-
-@pytest.fixture
-def llm(path: Path) -> Iterator[quire.LLM]:
-    with quire.load(path) as loaded:
-        yield loaded
-        loaded.memory.audit()
-        loaded.forget()
-        assert loaded.memory.as_dict()["stats"]["attention"]["pages_used"] == 0
 
 
 @pytest.mark.parametrize(("call", "told"), [

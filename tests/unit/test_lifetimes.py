@@ -13,29 +13,15 @@ import quire
 from quire.config import process_memory
 from quire.errors import RequestError, TierError
 from tests import tiny
+from tests.budgets import pages
 
 GO = {"max_tokens": 20, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("model") / "tiny.gguf"
-    tiny.write(made, tiny.Tiny(context=512))
-    return made
 
 
 @pytest.fixture
 def llm(path: Path) -> Iterator[quire.LLM]:
     with quire.load(path, kv_cache_tokens=400) as loaded:
         yield loaded
-
-
-def pages(llm: quire.LLM) -> int:
-    gc.collect()
-    llm.forget()
-    llm.memory.audit()
-    used: int = llm.memory.as_dict()["stats"]["attention"]["pages_used"]
-    return used
 
 
 def running(llm: quire.LLM) -> tuple[quire.Session, quire.Stream]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import threading
@@ -18,6 +17,7 @@ import quire
 from quire.config import process_memory
 from quire.errors import OutOfMemory, QuireError, RequestError
 from tests import tiny
+from tests.budgets import pages
 
 N_PROMPTS = 12
 LONGEST = 40
@@ -51,14 +51,6 @@ def llm(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with quire.load(path, kv_cache_tokens=480, n_ctx=256, threads=1) as loaded:
         yield loaded
-
-
-def pages(llm: quire.LLM) -> int:
-    gc.collect()
-    llm.forget()
-    llm.memory.audit()
-    used: int = llm.memory.as_dict()["stats"]["attention"]["pages_used"]
-    return used
 
 
 def run(*deeds: Callable[[], object], timeout: float = 60.0) -> None:
