@@ -350,11 +350,11 @@ def test_whole_vocabularies(name: str, regex: str, tmp_path: Path) -> None:
     model = {"vocab": vocab, "merges": merges, "ignore_merges": name == "llama-bpe"}
     text = json.dumps(shape(BASE, added_tokens=extra, pre_tokenizer=steps, model=model))
     (tmp_path / "tokenizer.json").write_text(text)
-    start = time.perf_counter()
+    start = time.process_time()
     ours = Tokenizer(tmp_path)
-    took = time.perf_counter() - start
+    took = time.process_time() - start
     theirs = library.Tokenizer.from_str(text)
-    assert took < 10  # 0.6 on an idle machine, as long as the library takes
+    assert took < 4  # 0.6 on an idle machine, as long as the library takes
     texts = (GOLDEN / f"ggml-vocab-{name}.gguf.inp").read_bytes().decode()
     for sample in (
         texts,
@@ -371,9 +371,9 @@ def test_a_large_vocabulary_is_read_quickly(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(shape(
         BASE, added_tokens=[], model={"vocab": tokens, "merges": []}
     )))  # fmt: skip
-    start = time.perf_counter()
+    start = time.process_time()
     Tokenizer(tmp_path)
-    assert time.perf_counter() - start < 3  # 0.3 on an idle machine
+    assert time.process_time() - start < 2  # 0.3 on an idle machine
     assert LAST_SPACES[0] not in TOTAL | PARTIAL  # it is known behind the split of lines only
 
 
