@@ -6,6 +6,7 @@ import asyncio
 import re
 import secrets
 import time
+from collections import Counter
 from collections.abc import Coroutine
 from contextlib import suppress
 from functools import partial
@@ -39,38 +40,56 @@ def wrong_name(name: object, what: str = "a session's id") -> ApiError:
     )  # fmt: skip
 
 
-def _taken(id: str) -> ApiError:
-    return ApiError(409, f"there is a session {id!r} already", code="session_exists", param="id")
+def _taken(id: str, but: str = "") -> ApiError:
+    message = f"there is a session {id!r} already{but}"
+    return ApiError(409, message, code="session_exists", param="id")
+
+
+def _of_a_session(path: Path) -> bool:
+    """Whether a server wrote a file by itself: a session of that id goes on from it."""
+    with suppress(SessionFileError):
+        told: Any = notes_in(path).get(NOTE) if path.is_file() else None
+        return isinstance(told, dict) and told.get("kept") is False
+    return False
 
 
 class Sessions:
     """The store; only for the event loop's own thread."""
 
-    def __init__(self, models: Models, folder: Path) -> None:
+    def __init__(self, models: Models, folder: Path, saves: bool) -> None:
         self.models = models
         self.folder = folder
+        self._saves = saves
+        """Whether the server saves sessions by itself, each under its id."""
         self.by_id: dict[str, ServedSession] = {}
         self._deleted: dict[str, None] = {}  # the oldest first
         self._named: dict[str, asyncio.Task[ServedSession]] = {}
         """Those that are being opened because somebody named them."""
         self._tasks: set[asyncio.Task[Any]] = set()
         """Whatever is opened, or closed because nobody waits for it any more."""
+        self._written: Counter[str] = Counter()
+        """Names of files that are being written."""
 
-    async def free_id(self, id: str | None) -> str:
-        """An id for a new session; one that is taken is refused."""
+    async def free_id(self, id: str | None, opened: str | None = None) -> str:
+        """An id for a new session, which may be opened from a file; a taken one is refused."""
         if id is None:
             return f"s-{secrets.token_hex(8)}"
         await self.close_expired()
         with naming("id"):
             checked_name(id)
+            self._check_free(id, opened)
+        return id
+
+    def _check_free(self, id: str, opened: str | None) -> None:
+        """Refuses an id that a session has, or its file: it would be saved over that."""
         if id in self.by_id:
             raise _taken(id)
-        return id
+        if self._saves and id != opened and (self._written[id] or self.path(id).exists()):
+            raise _taken(id, f", in a file: open it ({{'open': {id!r}}}), or take another id")
 
     def add(self, session: ServedSession) -> ServedSession:
         """Takes a session in; its model stays loaded as long as it is here."""
-        if session.id in self.by_id:
-            raise _taken(session.id)
+        self._check_free(session.id, session.saved)
         self.by_id[session.id] = session
         self._deleted.pop(session.id, None)
         session.model.users += 1
@@ -141,7 +160,7 @@ class Sessions:
         path = self.path(name)
         if not path.is_file():
             raise not_found("saved session", name, code="session_not_found")
-        new_id = await self.free_id(id)
+        new_id = await self.free_id(id, name)
         tried = [model] if model else await asyncio.to_thread(self._likely, path)
         for number, one in enumerate(tried):
             async with self.models.using(one) as llm:
@@ -189,14 +208,19 @@ class Sessions:
         name = session.id if name is None else name
         with naming("name"):
             path = self.path(name)
-        if self.by_id.get(name, session) is not session:  # its own file would not outlive it
-            raise ApiError(
+        others = self.by_id.get(name, session) is not session
+        if others or (name != session.id and await asyncio.to_thread(_of_a_session, path)):
+            raise ApiError(  # the other one's own file would not outlive it
                 409, f"{name!r} is the id of another session; save under another name",
                 code="session_exists", param="name",
             )  # fmt: skip
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         kept = kept or bool(session.kept)
-        size = await asyncio.to_thread(session.save, path, kept)
+        self._written[name] += 1
+        try:
+            size = await asyncio.to_thread(session.save, path, kept)
+        finally:
+            self._written -= Counter([name])
         session.saved = name
         if name == session.id:
             session.kept = kept

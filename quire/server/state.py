@@ -32,7 +32,9 @@ class State:
         self.runs: set[Run] = set()
         """Requests that are on the engine."""
         self.models = Models(settings, self._broken)
-        self.sessions = Sessions(self.models, settings.sessions_in)
+        self.sessions = Sessions(
+            self.models, settings.sessions_in, settings.save_sessions != "never"
+        )
         self.compilers = Compilers()
         self.admission = Admission(settings.max_running, settings.max_queue)
         self.arrivals = Arrivals()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quire.server.live import look_at
-from tests.server.rig import DENSE, HYBRID, Rig, serving, turns
+from tests.server.rig import Rig, turns
 
 STORY = "It was a dark night, and the old man went down to the river to look for his boat."
 FIELDS = {
@@ -244,62 +244,3 @@ def test_a_session_of_a_file_does_not_live_for_ever(rig: Rig) -> None:
     rig.http.delete("/v1/sessions/ages")
     assert "expires" not in rig.post("/v1/sessions", open="ages", id="ages")
     rig.http.delete("/v1/sessions/ages")
-
-
-def test_a_save_that_failed_keeps_no_file(tmp_path: Path) -> None:
-    with serving(tmp_path, save_sessions="turn") as rig:
-        rig.post("/v1/sessions", id="own", prompt=STORY)
-        rig.refused(400, "/v1/sessions/own/save", name="../own")
-        go_on(rig, "own")
-        assert (tmp_path / "own.quire").is_file()
-        rig.http.delete("/v1/sessions/own")
-        assert not (tmp_path / "own.quire").exists()
-
-
-@pytest.mark.parametrize("model", [DENSE, HYBRID])
-def test_sessions_survive_a_restart(tmp_path: Path, model: str) -> None:
-    with serving(tmp_path, model, save_sessions="turn") as rig:
-        rig.post("/v1/sessions", id="long", messages=turns("Hello there"))
-        first = rig.chat("Hello there", session_id="long", max_tokens=8)
-        said = first["choices"][0]["message"]["content"]
-        assert (tmp_path / "long.quire").is_file()
-    talk = ("Hello there", said, "And then?")
-    with serving(tmp_path, model, save_sessions="turn") as rig:
-        told = get(rig, "/v1/sessions/long")  # opened because it was asked for
-        assert told["root"] == "long" and told["saved"] == "long"
-        again = rig.chat(*talk, session_id="long", max_tokens=8)
-        cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]
-        assert cached >= first["usage"]["prompt_tokens"]
-        assert told["checkpoints"] == []
-        rig.llm.forget()
-        assert again["choices"] == rig.chat(*talk, max_tokens=8)["choices"]
-        rig.http.delete("/v1/sessions/long")
-    assert not (tmp_path / "long.quire").exists()  # the server had saved it, nobody else
-
-
-def test_a_file_that_a_client_named_stays_as_it_was_saved(tmp_path: Path) -> None:
-    with serving(tmp_path, save_sessions="turn") as rig:
-        rig.post("/v1/sessions", id="own", prompt=STORY)
-        then = rig.post("/v1/sessions/own/save", name="then")["position"]
-        go_on(rig, "own")
-        now = get(rig, "/v1/sessions/own")["position"]
-        rig.post("/v1/sessions", open="then", id="other")
-        go_on(rig, "other")
-    with serving(tmp_path, save_sessions="turn") as rig:  # those that go on are found by their ids
-        assert get(rig, "/v1/sessions/own")["position"] == now > then
-        assert get(rig, "/v1/sessions/other")["position"] > then
-        assert rig.post("/v1/sessions", open="then", id="again")["position"] == then
-        for id in ("own", "other", "again"):
-            rig.http.delete(f"/v1/sessions/{id}")
-    assert [file.name for file in tmp_path.iterdir()] == ["then.quire"]
-
-
-def test_no_session_is_saved_over_another_ones_file(tmp_path: Path) -> None:
-    with serving(tmp_path, save_sessions="turn") as rig:
-        for id in ("own", "other"):
-            rig.post("/v1/sessions", id=id, prompt=STORY)
-        go_on(rig, "own")
-        assert rig.refused(409, "/v1/sessions/other/save", name="own")["param"] == "name"
-        rig.http.delete("/v1/sessions/own")
-        rig.post("/v1/sessions/other/save", name="own")  # nobody has that id any more
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["other.quire", "own.quire"]

@@ -1,0 +1,118 @@
+"""Files of sessions: what a server saves by itself, what clients save, and that neither is lost."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from quire.server.session import ServedSession
+from tests.server.rig import DENSE, HYBRID, serving, turns
+from tests.server.test_sessions import STORY, get, go_on
+
+
+def test_a_save_that_failed_keeps_no_file(tmp_path: Path) -> None:
+    with serving(tmp_path, save_sessions="turn") as rig:
+        rig.post("/v1/sessions", id="own", prompt=STORY)
+        rig.refused(400, "/v1/sessions/own/save", name="../own")
+        go_on(rig, "own")
+        assert (tmp_path / "own.quire").is_file()
+        rig.http.delete("/v1/sessions/own")
+        assert not (tmp_path / "own.quire").exists()
+
+
+@pytest.mark.parametrize("model", [DENSE, HYBRID])
+def test_sessions_survive_a_restart(tmp_path: Path, model: str) -> None:
+    with serving(tmp_path, model, save_sessions="turn") as rig:
+        rig.post("/v1/sessions", id="long", messages=turns("Hello there"))
+        first = rig.chat("Hello there", session_id="long", max_tokens=8)
+        said = first["choices"][0]["message"]["content"]
+        assert (tmp_path / "long.quire").is_file()
+    talk = ("Hello there", said, "And then?")
+    with serving(tmp_path, model, save_sessions="turn") as rig:
+        told = get(rig, "/v1/sessions/long")  # opened because it was asked for
+        assert told["root"] == "long" and told["saved"] == "long"
+        again = rig.chat(*talk, session_id="long", max_tokens=8)
+        cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached >= first["usage"]["prompt_tokens"]
+        assert told["checkpoints"] == []
+        rig.llm.forget()
+        assert again["choices"] == rig.chat(*talk, max_tokens=8)["choices"]
+        rig.http.delete("/v1/sessions/long")
+    assert not (tmp_path / "long.quire").exists()  # the server had saved it, nobody else
+
+
+def test_a_file_that_a_client_named_stays_as_it_was_saved(tmp_path: Path) -> None:
+    with serving(tmp_path, save_sessions="turn") as rig:
+        rig.post("/v1/sessions", id="own", prompt=STORY)
+        then = rig.post("/v1/sessions/own/save", name="then")["position"]
+        go_on(rig, "own")
+        now = get(rig, "/v1/sessions/own")["position"]
+        rig.post("/v1/sessions", open="then", id="other")
+        go_on(rig, "other")
+    with serving(tmp_path, save_sessions="turn") as rig:  # those that go on are found by their ids
+        assert get(rig, "/v1/sessions/own")["position"] == now > then
+        assert get(rig, "/v1/sessions/other")["position"] > then
+        assert rig.post("/v1/sessions", open="then", id="again")["position"] == then
+        for id in ("own", "other", "again"):
+            rig.http.delete(f"/v1/sessions/{id}")
+    assert [file.name for file in tmp_path.iterdir()] == ["then.quire"]
+
+
+def test_no_session_is_saved_over_another_ones_file(tmp_path: Path) -> None:
+    with serving(tmp_path, save_sessions="turn") as rig:
+        for id in ("own", "other"):
+            rig.post("/v1/sessions", id=id, prompt=STORY)
+        go_on(rig, "own")
+        assert rig.refused(409, "/v1/sessions/other/save", name="own")["param"] == "name"
+        rig.http.delete("/v1/sessions/own")
+        rig.post("/v1/sessions/other/save", name="own")  # nobody has that id any more
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["other.quire", "own.quire"]
+
+
+def test_no_new_session_takes_the_file_of_another(tmp_path: Path) -> None:
+    """A server that saves sessions by itself would write over what somebody saved on purpose."""
+    with serving(tmp_path, save_sessions="turn") as rig:
+        rig.post("/v1/sessions", id="own", prompt=STORY)
+        rig.post("/v1/sessions/own/save", name="kept")
+        go_on(rig, "own")
+        files = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    with serving(tmp_path, save_sessions="turn") as rig:
+        rig.post("/v1/sessions", id="new", prompt="a")
+        for id in ("kept", "own"):
+            for path, body in (
+                ("/v1/sessions", {}), ("/v1/sessions/new/fork", {}),
+                ("/v1/sessions", {"open": "own" if id == "kept" else "kept"}),
+            ):  # fmt: skip
+                error = rig.refused(409, path, id=id, **body)
+                assert (error["code"], error["param"]) == ("session_exists", "id")
+                assert f"{{'open': '{id}'}}" in error["message"]
+        error = rig.refused(409, "/v1/sessions/new/save", name="own")  # it is not in memory, but is
+        assert error["param"] == "name"
+        assert {name: (tmp_path / name).read_bytes() for name in files} == files
+        rig.post("/v1/sessions", open="kept", id="kept")
+        assert get(rig, "/v1/sessions/own")["position"] > len(rig.llm.encode(STORY))
+    with serving(tmp_path) as rig:  # one that saves nothing by itself loses nothing
+        rig.post("/v1/sessions", id="kept", prompt="a")
+
+
+def test_no_new_session_takes_a_name_that_is_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(tmp_path, save_sessions="turn") as rig, ThreadPoolExecutor() as pool:
+        rig.post("/v1/sessions", id="own", prompt=STORY)
+        writing, end, real = threading.Event(), threading.Event(), ServedSession.save
+
+        def save(self: ServedSession, path: Path, kept: bool) -> int:
+            writing.set()
+            assert end.wait(20)
+            return real(self, path, kept)
+
+        monkeypatch.setattr(ServedSession, "save", save)
+        saved = pool.submit(rig.post, "/v1/sessions/own/save", name="kept")
+        assert writing.wait(20)
+        rig.refused(409, "/v1/sessions", id="kept")
+        end.set()
+        assert saved.result()["name"] == "kept"
