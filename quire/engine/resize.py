@@ -10,7 +10,7 @@ from quire.devices.device import Device
 from quire.engine.engine import Engine
 from quire.engine.room import Rank
 from quire.errors import BudgetError
-from quire.memory.build import MemorySettings, longest_on_each
+from quire.memory.build import MemorySettings, longest_on_each, sequence_bytes
 
 
 class ContextSettings(MemorySettings, Protocol):
@@ -35,12 +35,14 @@ def resize(engine: Engine, limits: Mapping[Budget, int], settings: ContextSettin
                 f"a budget of {by_whole[device.budget.whole]:,} bytes is more than the {most:,} "
                 f"that {device.name} has"
             )
-    try:
-        room = _room_of_one(engine, by_whole, settings)
-    except BudgetError:
-        if not engine.compute.trim():  # what a long prompt took stays idle until then
-            raise
-        room = _room_of_one(engine, by_whole, settings)
+    room = None
+    while room is None:
+        try:
+            room = _room_of_one(engine, by_whole, settings)
+        except BudgetError:
+            # What a long prompt took stays idle until then; so does what other models keep.
+            if not (engine.compute.trim() or _borrowed(engine, by_whole)):
+                raise
     _reclaim(by_whole)
     engine.room.make(lambda: _within(by_whole), None, Rank.RUNNING)
     _reclaim(by_whole)  # what others gave way to may be idle now
@@ -62,6 +64,10 @@ def _reclaim(limits: Mapping[Budget, int]) -> None:
         budget.reclaim()
 
 
+def _borrowed(engine: Engine, limits: Mapping[Budget, int]) -> bool:
+    return any(budget.borrow(engine.room.lend, Rank.RESTING) for budget in limits)
+
+
 def _within(limits: Mapping[Budget, int]) -> bool:
     return all(budget.used <= limit for budget, limit in limits.items())
 
@@ -69,25 +75,20 @@ def _within(limits: Mapping[Budget, int]) -> bool:
 def _room_of_one(engine: Engine, limits: Mapping[Budget, int], settings: ContextSettings) -> int:
     """How many tokens a sequence that is alone could have; it must do for each that runs."""
 
-    def left(device: Device) -> int:
-        budget = device.budget.whole
-        pages = sum(pool.committed for pool in engine.memory.pools if pool.device is device)
-        return max(limits.get(budget, budget.limit) - (budget.used - pages), 0)
-
     running = max((one.length + 1 for one in engine.scheduler.active), default=1)
-    asked = " and ".join(f"{limit:,}" for limit in limits.values())
-    stays = sum(budget.used for budget in limits) - sum(p.committed for p in engine.memory.pools)
-    cannot = (
-        f"the budget cannot become {asked} bytes: what stays takes {stays:,}, which leaves too "
-        "little of it"
-    )
-    try:
-        room = longest_on_each(engine.memory.specs_by_device, left, settings)
-    except BudgetError as error:
-        raise BudgetError(f"{cannot}; {error}") from error
-    if room < running:
-        raise BudgetError(
-            f"{cannot}: room for {room:,} tokens, and a request that runs has {running - 1:,}; "
-            "wait until it has ended, or pass more"
-        )
-    return room
+    left: dict[Device, int] = {}
+    for device, groups in engine.memory.specs_by_device.items():
+        budget = device.budget.whole
+        limit = limits.get(budget, budget.limit)
+        pages = sum(pool.committed for pool in engine.memory.pools if pool.device is device)
+        stays, takes = budget.used - pages, sequence_bytes(groups, running, settings)
+        if limit < stays + takes:
+            held = ", ".join(f"{use} {size:,}" for use, size in sorted(budget.breakdown.items()))
+            who = f"a request of {running - 1:,} tokens that runs" if running > 1 else "a sequence"
+            raise BudgetError(
+                f"the budget of {device.name} cannot become {limit:,} bytes: {stays:,} of the "
+                f"{budget.used:,} that are held stay (held: {held}), and {who} takes {takes:,} at "
+                f"least; close sessions or wait, or pass at least {stays + takes:,}"
+            )
+        left[device] = limit - stays
+    return longest_on_each(engine.memory.specs_by_device, left.__getitem__, settings)

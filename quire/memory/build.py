@@ -123,8 +123,32 @@ def longest_sequence(
     Only full attention grows with them: a window and a state, with a second state to fold into,
     are there from the start.
     """
-    fixed = per_page = 0
+    fixed, per_page = _sequence_sizes(groups, settings)
     cap = settings.kv_cache_tokens
+    pages = (n_bytes - fixed) // per_page if per_page else int(n_bytes >= fixed) * _ENDLESS
+    if cap is not None and per_page:
+        pages = min(pages, -(-cap // settings.page_tokens))
+    if pages < 1:
+        raise BudgetError(
+            f"{n_bytes:,} bytes are left for memory, and one sequence of the shortest kind takes "
+            f"{fixed + per_page:,}; raise memory_budget"
+        )
+    return pages * settings.page_tokens
+
+
+def sequence_bytes(
+    groups: Sequence[GroupSpec | RecurrentSpec], n_tokens: int, settings: MemorySettings
+) -> int:
+    """The least bytes in which one sequence can have so many tokens."""
+    fixed, per_page = _sequence_sizes(groups, settings)
+    return fixed + per_page * max(-(-n_tokens // settings.page_tokens), 1)
+
+
+def _sequence_sizes(
+    groups: Sequence[GroupSpec | RecurrentSpec], settings: MemorySettings
+) -> tuple[int, int]:
+    """Bytes that a sequence takes from the start, and with each page of tokens."""
+    fixed = per_page = 0
     for group in groups:
         if group.kind == "recurrent":
             layout = StateLayout(group)
@@ -135,12 +159,4 @@ def longest_sequence(
             fixed += (kv.pages_for(group.window) + 1) * kv.page_bytes
         else:
             per_page += kv.page_bytes
-    pages = (n_bytes - fixed) // per_page if per_page else int(n_bytes >= fixed) * _ENDLESS
-    if cap is not None and per_page:
-        pages = min(pages, -(-cap // settings.page_tokens))
-    if pages < 1:
-        raise BudgetError(
-            f"{n_bytes:,} bytes are left for memory, and one sequence of the shortest kind takes "
-            f"{fixed + per_page:,}; raise memory_budget"
-        )
-    return pages * settings.page_tokens
+    return fixed, per_page

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 from pathlib import Path
@@ -74,7 +75,12 @@ def test_the_budget_changes_while_it_serves(tmp_path: Path) -> None:
         assert rig.complete("It was a dark night", 12)["choices"] == text
         refused = rig.http.patch("/v1/memory", json={"budget_bytes": 1000})
         assert refused.status_code == 409
-        assert "1,000" in refused.json()["error"]["message"]
+        message = refused.json()["error"]["message"]
+        least = int(re.findall(r"at least ([\d,]+)$", message)[0].replace(",", ""))
+        weights = rig.http.get("/v1/memory").json()["breakdown"]["weights"]
+        assert "become 1,000 bytes" in message and f"weights {weights:,}" in message
+        for budget, status in ((least - 1, 409), (least, 200), (64 << 20, 200)):
+            assert rig.http.patch("/v1/memory", json={"budget_bytes": budget}).status_code == status
         assert rig.http.get("/v1/memory").json()["budget_bytes"] == 64 << 20
         for wrong in (0, -5, "much", None):
             assert rig.http.patch("/v1/memory", json={"budget_bytes": wrong}).status_code == 400
