@@ -39,6 +39,9 @@ class ChatBody(Common, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    functions: Any = None
+    """What tools were called before; it is not read, and nobody is to think that it is."""
+    function_call: Any = None
 
     @property
     def most_tokens(self) -> int | None:
@@ -77,6 +80,9 @@ async def begin_chat(request: Request, body: ChatBody, words: Mapping[str, str])
 
 async def _begun(request: Request, body: ChatBody) -> Turn:
     state: State = request.app.state.quire
+    for old, new in (("functions", "tools"), ("function_call", "tool_choice")):
+        if getattr(body, old):
+            raise ApiError(400, f"{old} is not read any more: send it as {new}", param=old)
     model = asked_model(request, body)
     sampling = body.sampling(body.most_tokens, body.tops)
     n, stops, constraint = body.choices, body.stops(), body.constraint()

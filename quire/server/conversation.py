@@ -122,6 +122,11 @@ def _no_choice() -> ApiError:
 def plain_message(message: dict[str, Any], number: int) -> dict[str, Any]:
     """A message whose content is text, with roles that templates know."""
     made = dict(message)
+    if made.get("function_call"):
+        raise ApiError(
+            400, f"messages[{number}] has a function_call, which is not read any more: send it as "
+            "tool_calls", param="messages",
+        )  # fmt: skip
     if made.get("role") == "developer":
         made["role"] = "system"
     content = made.get("content")

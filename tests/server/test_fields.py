@@ -228,6 +228,23 @@ def test_a_budget_that_is_too_small_is_told_what_is_needed(rig: Rig) -> None:
     assert 1000 in numbers and any(n >= weights for n in numbers)
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_functions_are_refused_and_not_left_out(rig: Rig, stream: bool) -> None:
+    tool = {"name": "look", "parameters": {"type": "object"}}
+    for old, value, new in (
+        ("functions", [tool], "tools"), ("function_call", {"name": "look"}, "tool_choice"),
+    ):  # fmt: skip
+        body = {"messages": turns("Hi"), "stream": stream, old: value}
+        error = rig.refused(400, "/v1/chat/completions", **body)
+        assert error["param"] == old and new in error["message"]
+    called = {"role": "assistant", "content": None, "function_call": {"name": "look"}}
+    error = rig.refused(400, "/v1/chat/completions", messages=[*turns("Hi"), called])
+    assert error["param"] == "messages" and "tool_calls" in error["message"]
+    none = {"functions": None, "function_call": None, "max_tokens": 2}  # as some clients write it
+    said = {"role": "assistant", "content": "Oh", "function_call": None}
+    assert rig.post("/v1/chat/completions", messages=[*turns("Hi"), said], **none)["choices"]
+
+
 # -- log-probabilities --------------------------------------------------------------------------
 
 
