@@ -123,6 +123,8 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends what comes; with the client everything behind the stream goes too."""
+        if scope["method"] == "HEAD":  # nothing comes behind the head
+            await self._chunks.aclose()
         writer = asyncio.ensure_future(self._write(send))
         left = asyncio.ensure_future(gone(receive))
         try:

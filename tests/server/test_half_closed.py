@@ -82,3 +82,22 @@ def test_one_that_leaves_altogether_is_noticed_before_anything_is_sent(
     if first:
         first.close()
     assert slow.pages() == 0
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_stream_that_only_its_head_is_wanted_of(slow: Rig, ends: bool) -> None:
+    """There is nothing behind the head, nor does anybody wait for it."""
+    connection = socket.create_connection(("127.0.0.1", slow.port))
+    connection.sendall(b"HEAD /v1/memory/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    if ends:
+        connection.shutdown(socket.SHUT_WR)
+    connection.settimeout(20)
+    got = b""
+    while not (b"\r\n\r\n" in got and not ends) and (data := connection.recv(65536)):
+        got += data
+    assert got.startswith(b"HTTP/1.1 200 OK\r\n") and got.endswith(b"\r\n\r\n")
+    if not ends:  # the connection is good for more
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200 OK\r\n")
+    connection.close()
+    until(lambda: slow.state.live.listeners == 0)
