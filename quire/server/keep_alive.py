@@ -18,8 +18,10 @@ _DURATION = re.compile(rf"[+-]?(?:{_NUMBER}|(?:{_NUMBER}(?:ms|s|m|h))+)")
 def keep(model: ServedModel, said: float | str | None) -> None:
     """Sets how long a model stays once nobody uses it: seconds, or a text such as `1h30m`.
 
-    Below zero it stays for ever; without a word, as long as the server was told.
+    Below zero it stays for ever; without a word, as long as was said before.
     """
+    if said is None:
+        return
     if isinstance(said, str):
         if not _DURATION.fullmatch(said):
             raise ApiError(
@@ -29,4 +31,4 @@ def keep(model: ServedModel, said: float | str | None) -> None:
         parts = _PART.findall(said)
         seconds = sum(float(number) * _UNITS[unit] for number, unit in parts)
         said = -seconds if said.startswith("-") else seconds
-    model.keep_s = math.inf if said is not None and said < 0 else said
+    model.keep_s = math.inf if said < 0 else said

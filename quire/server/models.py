@@ -142,8 +142,11 @@ class Models:
 
     def expires(self, model: ServedModel) -> float:
         """When a model is given back if nobody uses it from now on."""
+        return time.time() + self._left_s(model)
+
+    def _left_s(self, model: ServedModel) -> float:
         rested = 0.0 if model.users else time.monotonic() - model.last_used
-        return time.time() + max(self._kept_s(model) - rested, 0.0)
+        return max(self._kept_s(model) - rested, 0.0)
 
     def _kept_s(self, model: ServedModel) -> float:
         """Seconds that a model stays once nobody uses it; the only one, unless told, for ever."""
@@ -184,7 +187,8 @@ class Models:
                 except BudgetError:
                     idle = [m for m in self.loaded if not m.users]
                     if idle:
-                        await self._unload(min(idle, key=lambda m: m.last_used))
+                        # Whose time is over first goes first, and last who is to stay for ever.
+                        await self._unload(min(idle, key=lambda m: (self._left_s(m), m.last_used)))
                     elif not await self._made_room():
                         raise
                 except QuireError as error:

@@ -185,6 +185,8 @@ async def _only_kept(request: Request, model: ServedModel, empty: dict[str, Any]
     reason = "unload" if model.keep_s == 0 else "load"
     if reason == "unload":
         await state.models.unload_idle()
+        if not model.loaded:  # nor was it: what was said is over
+            model.keep_s = None
     else:
         async with state.models.using(model):
             pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import threading
 import time
@@ -147,3 +148,40 @@ def test_what_one_model_keeps_for_later_gives_way_to_another(tmp_path: Path) -> 
         assert rig.complete(long, 8, model="tiny-hybrid")["choices"] == wanted
         assert rig.llm.budget.used < kept
         rig.llm.memory.audit()
+
+
+def test_who_is_to_stay_for_ever_gives_way_last(tmp_path: Path) -> None:
+    """As with Ollama: whose time is over first goes first, whoever was used last."""
+    with serving(tmp_path, DENSE, HYBRID, MOE, load={"n_ctx": 600}) as rig:
+        sizes = {}
+        for name in NAMES:
+            rig.complete("It was", 2, model=name)
+            sizes[name] = rig.http.get("/v1/memory").json()["shared"]["models"][name]
+    room = sum(sizes.values()) - min(sizes.values()) // 2
+    load = {"memory_budget": room, "n_ctx": 600}
+    with serving(tmp_path, DENSE, HYBRID, MOE, load=load) as rig:
+        first, second, third = NAMES
+        rig.post("/api/generate", model=first, keep_alive=-1)
+        rig.post("/api/generate", model=second)
+        rig.post("/api/generate", model=first, prompt="A", options={"num_predict": 1}, stream=False)
+        assert rig.state.models.by_name[first].keep_s == math.inf  # nothing was said of it
+        rig.complete("It was", 2, model=second)
+        rig.complete("It was", 2, model=third)
+        assert {model.name for model in rig.state.models.loaded} == {first, third}
+        rig.post("/api/generate", model=second, keep_alive=0)  # it is not there, and said is said
+        rig.post("/api/generate", model=second)
+        assert rig.state.models.by_name[second].keep_s is None
+
+
+def test_what_another_model_keeps_for_later_does_not_keep_a_budget_large(tmp_path: Path) -> None:
+    with serving(tmp_path, DENSE, HYBRID, load={"memory_budget": "64MiB"}) as rig:
+        for name in NAMES[:2]:
+            rig.complete([300 + (i * i) % 90 for i in range(900)], 2, model=name)
+        held = rig.http.get("/v1/memory").json()["shared"]["models"]
+        weights = [model.llm.model.weight_bytes for model in rig.state.models.loaded]
+        enough = sum(weights) + (1 << 20)
+        assert sum(held.values()) > enough
+        body = {"budget_bytes": enough, "model": "tiny-dense"}
+        assert rig.http.patch("/v1/memory", json=body).status_code == 200
+        used = rig.http.get("/v1/memory").json()["shared"]["used_bytes"]
+        assert used <= enough
