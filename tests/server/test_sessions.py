@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quire.server.live import look_at
-from tests.server.rig import Rig, turns
+from tests.server.rig import DENSE, HYBRID, Rig, serving, turns
 
 STORY = "It was a dark night, and the old man went down to the river to look for his boat."
 FIELDS = {
@@ -244,3 +244,51 @@ def test_a_session_of_a_file_does_not_live_for_ever(rig: Rig) -> None:
     rig.http.delete("/v1/sessions/ages")
     assert "expires" not in rig.post("/v1/sessions", open="ages", id="ages")
     rig.http.delete("/v1/sessions/ages")
+
+
+@pytest.mark.parametrize("model", [DENSE, HYBRID])
+def test_what_is_refused_or_fails_leaves_a_session_as_it_was(tmp_path: Path, model: str) -> None:
+    """Whoever was told of an error asks again: nothing may be gone, nor be there twice."""
+    load = {"memory_budget": "40MiB", "swap_space": 0, "n_ctx": 1500}
+    with serving(tmp_path, model, load=load) as rig:
+        rig.post("/v1/sessions", id="own")
+        said = rig.chat("Hello there", session_id="own")["choices"][0]["message"]["content"]
+        before = get(rig, "/v1/sessions/own?tokens=1")["tokens"]
+        other = {"messages": turns("Something else"), "max_tokens": 120, "ignore_eos": True}
+        wrong = {**other, "session_id": "own", "logit_bias": {"999999": 1}}
+        rig.refused(400, "/v1/chat/completions", **wrong)
+        assert get(rig, "/v1/sessions/own?tokens=1")["tokens"] == before
+        rig.post("/v1/sessions", id="full", prompt=[300] * 1000)  # its mark cannot give way
+        rig.post("/v1/sessions/full/checkpoint")
+        rig.post("/v1/memory/forget")
+        held = get(rig, "/v1/memory")
+        room = held["used_bytes"] - held["breakdown"]["compute"] + 80_000
+        assert rig.http.patch("/v1/memory", json={"budget_bytes": room}).status_code == 200
+        rig.refused(503, "/v1/chat/completions", session_id="own", **other)
+        assert get(rig, "/v1/sessions/own?tokens=1")["tokens"] == before
+        body = {"prompt": "a", "session_id": "own", "max_tokens": 120, "ignore_eos": True}
+        events = rig.events("/v1/completions", **body)
+        assert len(events) > 3 and events[-2]["error"]["code"] == "out_of_memory"
+        assert get(rig, "/v1/sessions/own?tokens=1")["tokens"] == before
+        rig.http.delete("/v1/sessions/full")
+        talk = ("Hello there", said, "And then?")
+        again = rig.chat(*talk, session_id="own")["choices"]
+        rig.llm.forget()
+        assert again == rig.chat(*talk)["choices"]
+        rig.http.delete("/v1/sessions/own")
+        assert rig.pages() == 0
+
+
+def test_a_file_for_which_there_is_no_room_may_be_opened_later(tmp_path: Path) -> None:
+    with serving(tmp_path, load={"memory_budget": "16MiB", "swap_space": 0}) as rig:
+        rig.post("/v1/sessions", id="long", prompt=[300] * 1000)
+        rig.post("/v1/sessions/long/save")
+        rig.post("/v1/sessions/long/checkpoint")
+        held = get(rig, "/v1/memory")
+        room = held["used_bytes"] - held["breakdown"]["compute"] + 80_000
+        assert rig.http.patch("/v1/memory", json={"budget_bytes": room}).status_code == 200
+        answer = rig.http.post("/v1/sessions", json={"open": "long", "id": "again"})
+        assert answer.status_code == 503 and answer.headers["retry-after"]
+        assert answer.json()["error"]["code"] == "out_of_memory"
+        rig.http.delete("/v1/sessions/long")
+        assert rig.post("/v1/sessions", open="long", id="again")["position"] == 1000
