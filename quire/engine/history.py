@@ -132,12 +132,15 @@ class History:
         """Whether memory can go back to any position."""
         return all(group.kind == "attention" for group in self.memory.groups)
 
-    def way_back(self, sequence: Sequence) -> WayBack:
-        """Lets whatever is appended from here on be undone."""
-        mark = None
-        if sequence.edited and not self.cuts_anywhere:  # nor can it be computed again
-            mark = self.mark(sequence, "")
-        return WayBack(self, sequence, mark)
+    def way_back(self, sequence: Sequence, length: int | None = None) -> WayBack:
+        """Lets whatever comes from here on be undone: tokens are dropped behind `length`, appended.
+
+        Those that were dropped are computed again then: their pages are not kept from others.
+        """
+        kept, mark = sequence.length if length is None else length, None
+        if sequence.edited and (kept < sequence.length or not self.cuts_anywhere):
+            mark = self.mark(sequence, "")  # it cannot be computed again
+        return WayBack(self, sequence, kept, mark)
 
     def _start_from(self, sequence: Sequence, marks: Iterable[Mark]) -> None:
         """Goes to the furthest mark along a sequence's tokens, if that is further than it is."""
@@ -254,10 +257,13 @@ class History:
 class WayBack:
     """Where a sequence was before something that may fail."""
 
-    def __init__(self, history: History, sequence: Sequence, mark: Mark | None) -> None:
+    def __init__(
+        self, history: History, sequence: Sequence, length: int, mark: Mark | None
+    ) -> None:
         self._history = history
         self._sequence = sequence
-        self._length = sequence.length
+        self._length = length
+        self._dropped = sequence.tokens.array(length)
         self._mark = mark
 
     def go(self) -> None:
@@ -265,8 +271,12 @@ class WayBack:
         if self._mark is not None:
             self._history.restore(self._sequence, self._mark)
             self.drop()
-        elif self._sequence.length > self._length:
+            return
+        if self._sequence.length > self._length:
             self._history.truncate(self._sequence, self._length)
+        if len(self._dropped):
+            self._sequence.extend(self._dropped)
+            self._history.prefix.track(self._sequence)
 
     def drop(self) -> None:
         """It will not be needed."""

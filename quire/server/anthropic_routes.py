@@ -20,6 +20,7 @@ from quire.server.wire import as_json, event, read_as
 from quire.text.answers import Answer
 from quire.types import ToolCall
 
+_SIGNED = {"thinking": {"signature": ""}}
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _WORDS = {"stop": "stop_sequences", "response_format": "output_config"}
@@ -199,10 +200,8 @@ class _Answer:
         self._state = turn.state
         self._run = turn.run
         self._one_call = one_call
-        self._head = {
-            "id": new_id("msg_"), "type": "message", "role": "assistant",
-            "model": turn.run.ask.model.name,
-        }  # fmt: skip
+        self._head = {"id": new_id("msg_"), "type": "message", "role": "assistant"}
+        self._head["model"] = turn.run.ask.model.name
 
     async def whole(self) -> dict[str, Any]:
         """One object."""
@@ -266,7 +265,7 @@ class _Blocks:
         made: list[bytes] = []
         for kind, text in (("thinking", answer.reasoning), ("text", answer.text)):
             if text:
-                made += self._open(kind, {"type": kind, kind: ""})
+                made += self._open(kind, {"type": kind, kind: "", **_SIGNED.get(kind, {})})
                 made.append(self._delta({"type": f"{kind}_delta", kind: text}))
         for call in answer.tool_calls:
             made += self.close()

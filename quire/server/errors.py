@@ -91,7 +91,7 @@ def told(error: BaseException, param: str | None = None) -> ApiError:
     if isinstance(error, ContextError):
         message = f"this model's maximum context length is exceeded: {error}"  # clients know it
         return ApiError(400, message, code="context_length_exceeded", param=param)
-    if isinstance(error, OutOfMemory):
+    if isinstance(error, OutOfMemory) or isinstance(error.__cause__, OutOfMemory):
         return ApiError(503, str(error), code="out_of_memory")
     if isinstance(error, SessionFileError):
         return ApiError(409, str(error), code="session_file")

@@ -89,15 +89,15 @@ class ServedSession:
 
         def begin() -> Job:
             sequence, history = session.sequence, llm.engine.history
-            tokens = request.tokens
+            tokens, common = request.tokens, sequence.length
             if whole:
                 common = sequence.tokens.common(np.array(tokens, np.int32))
-                if common < sequence.length:
-                    history.truncate(sequence, common, session.marks.values())
                 tokens = tokens[common:]
             asked = replace(request, tokens=tokens, salt=sequence.salt)
-            self._way_back = history.way_back(sequence)
+            self._way_back = history.way_back(sequence, common)
             try:
+                if common < sequence.length:
+                    history.truncate(sequence, common, session.marks.values())
                 job = llm.loop.start(sequence, asked, transcript, matcher, keep=True)
                 if whole and not history.cuts_anywhere:
                     job.told.append(_first(job, self._mark_turn))
@@ -148,8 +148,11 @@ class ServedSession:
             raise work.error
 
     def settle(self, job: Job) -> None:
-        """A generation is over: a prompt that nothing came of is taken back. On the loop."""
-        if not job.token_ids and not self.model.llm.engine.closed:
+        """A generation is over; one that nothing came of, or that failed, is undone. On the loop.
+
+        Whoever was told of an error asks again, and nothing is to be there twice.
+        """
+        if (job.error or not job.token_ids) and not self.model.llm.engine.closed:
             self._way_back.go()
         self._way_back.drop()
 
