@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from quire.api.opening import notes_in
-from quire.errors import SessionFileError
+from quire.errors import OutOfMemory, SessionFileError
 from quire.server.errors import ApiError, naming, not_found
 from quire.server.models import Models, ServedModel
 from quire.server.session import NOTE, ServedSession, looked
@@ -162,13 +162,15 @@ class Sessions:
             raise not_found("saved session", name, code="session_not_found")
         new_id = await self.free_id(id, name)
         tried = [model] if model else await asyncio.to_thread(self._likely, path)
-        for number, one in enumerate(tried):
+        refused: SessionFileError | None = None
+        for one in tried:
             async with self.models.using(one) as llm:
                 try:
                     session = await asyncio.to_thread(llm.open, path)
-                except SessionFileError:
-                    if number + 1 == len(tried):
+                except SessionFileError as error:
+                    if isinstance(error.__cause__, OutOfMemory):  # it is of this one
                         raise
+                    refused = refused or error  # what the likeliest says is likest to be true
                     continue
                 found = ServedSession(new_id, session, one)
                 self._recall(found, name)
@@ -177,7 +179,8 @@ class Sessions:
                 except ApiError:  # somebody took its id meanwhile
                     await asyncio.to_thread(session.close)
                     raise
-        raise AssertionError("there is at least one model")
+        assert refused is not None, "there is at least one model"
+        raise refused
 
     def _likely(self, path: Path) -> list[ServedModel]:
         """All models, first the one that the file says it is of: others need not be loaded."""

@@ -116,3 +116,24 @@ def test_no_new_session_takes_a_name_that_is_being_written(
         rig.refused(409, "/v1/sessions", id="kept")
         end.set()
         assert saved.result()["name"] == "kept"
+
+
+def test_what_a_files_own_model_says_of_it_is_told(tmp_path: Path) -> None:
+    """Not what another one says, which it is not of."""
+    load = {"memory_budget": "40MiB", "swap_space": 0}
+    with serving(tmp_path, DENSE, HYBRID, load=load) as rig:
+        rig.post("/v1/sessions", id="own", model="tiny-hybrid", prompt=[300] * 1000)
+        rig.post("/v1/sessions/own/save", name="whole")
+        data = bytearray((tmp_path / "whole.quire").read_bytes())
+        data[len(data) // 2] ^= 1
+        (tmp_path / "broken.quire").write_bytes(data)
+        error = rig.refused(409, "/v1/sessions", open="broken")
+        assert error["code"] == "session_file" and "another model" not in error["message"]
+        rig.post("/v1/sessions/own/checkpoint")  # which cannot give way
+        rig.post("/v1/memory/forget")
+        rig.refused(404, "/v1/sessions", open="none")
+        held = rig.http.get("/v1/memory").json()["shared"]["used_bytes"]
+        compute = rig.state.models.by_name["tiny-hybrid"].llm.budget.breakdown["compute"]
+        body = {"budget_bytes": held - compute + 80_000, "model": "tiny-hybrid"}
+        assert rig.http.patch("/v1/memory", json=body).status_code == 200
+        assert rig.refused(503, "/v1/sessions", open="whole")["code"] == "out_of_memory"
