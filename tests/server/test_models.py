@@ -185,3 +185,17 @@ def test_what_another_model_keeps_for_later_does_not_keep_a_budget_large(tmp_pat
         assert rig.http.patch("/v1/memory", json=body).status_code == 200
         used = rig.http.get("/v1/memory").json()["shared"]["used_bytes"]
         assert used <= enough
+
+
+def test_what_another_model_keeps_for_later_gives_way_to_a_file(tmp_path: Path) -> None:
+    with serving(tmp_path, DENSE, HYBRID, load={"memory_budget": "64MiB", "n_ctx": 1200}) as rig:
+        rig.post("/v1/sessions", id="own", prompt=[300] * 1000)
+        rig.post("/v1/sessions/own/save")
+        rig.http.delete("/v1/sessions/own")
+        rig.post("/v1/sessions", id="other", model="tiny-hybrid", prompt=[301] * 900)
+        rig.post("/v1/memory/forget")
+        loaded = [model.llm.budget.breakdown for model in rig.state.models.loaded]
+        held = sum(size for uses in loaded for use, size in uses.items() if use != "compute")
+        body = {"budget_bytes": held + 200_000}
+        assert rig.http.patch("/v1/memory", json=body).status_code == 200
+        assert rig.post("/v1/sessions", open="own", id="own")["position"] == 1000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from quire.devices.budget import Budget
 from quire.errors import BudgetError, PagesError
 from quire.memory.groups.group import AnyGroup
 from quire.memory.groups.table import Table
@@ -133,12 +134,18 @@ def check_size(container: Container, demand: Sequence[tuple[PagePool, int]]) -> 
     for budget in {id(pool.budget.whole): pool.budget.whole for pool, _ in demand}.values():
         mine = [(pool, n) for pool, n in demand if pool.budget.whole is budget]
         n_bytes = sum(pool.page_bytes * n for pool, n in mine)
-        most = budget.limit - budget.used + sum(pool.committed for pool, _ in mine)
+        most = max(budget.limit - _stays(budget), 0)
         if n_bytes > most:
             container.refuse(
                 f"its pages take {n_bytes:,} bytes, and weights and the like leave {most:,} of a "
                 f"budget of {budget.limit:,}; raise memory_budget"
             )
+
+
+def _stays(budget: Budget) -> int:
+    """Bytes that nobody gives way with, of all who share a budget: all but pages and arrays."""
+    uses = [(use.rpartition(": ")[2], size) for use, size in budget.breakdown.items()]
+    return sum(n for use, n in uses if use != "compute" and not use.startswith("pages of "))
 
 
 def check_fits(demand: Sequence[tuple[PagePool, int]]) -> None:
