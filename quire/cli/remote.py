@@ -6,7 +6,8 @@ import functools
 import http.client
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -38,18 +39,35 @@ class Remote:
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         """What a request gives."""
-        with self._sent(method, path, body) as answer:
+        with self._heard(), self._sent(method, path, body) as answer:
             return json.loads(answer.read())
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[Any]:
         """What a stream gives, one object after the other."""
-        with self._sent("POST", path, {**body, "stream": True}) as answer:
+        with self._heard(), self._sent("POST", path, {**body, "stream": True}) as answer:
             for line in answer:
+                if line.startswith(b"data: [DONE]"):
+                    return
                 if line.startswith(b"data: {"):
                     told = json.loads(line[6:])
                     if "error" in told:
                         raise RequestError(f"the server says: {told['error']['message']}")
                     yield told
+            raise http.client.HTTPException("there is no end")
+
+    @contextmanager
+    def _heard(self) -> Iterator[None]:
+        """What comes has to be whole, and what a server of this kind says."""
+        try:
+            yield
+        except (OSError, http.client.HTTPException) as error:
+            raise RequestError(
+                f"the answer of {self._parts.geturl()} broke off: {error}; ask again"
+            ) from error
+        except ValueError as error:
+            raise RequestError(
+                f"what answers at {self._parts.geturl()} is no `quire serve`: it sends no JSON"
+            ) from error
 
     def _sent(
         self, method: str, path: str, body: dict[str, Any] | None
@@ -124,7 +142,9 @@ def run_remotely(server: Remote, options: dict[str, Any]) -> None:
         path = "/v1/chat/completions"
         body["messages"] = [*told, {"role": "user", "content": prompt}]
     if options.get("as_json"):
-        print(json.dumps(server.ask("POST", path, body)))
+        told = server.ask("POST", path, body)
+        text = "".join(pieces([told]))
+        print(json.dumps({"text": text, **told}))
         return
     for piece in pieces(server.stream(path, body)):
         sys.stdout.write(piece)
@@ -132,11 +152,12 @@ def run_remotely(server: Remote, options: dict[str, Any]) -> None:
     sys.stdout.write("\n")
 
 
-def pieces(events: Iterator[Any]) -> Iterator[str]:
-    """The text of a stream of either kind."""
+def pieces(events: Iterable[Any]) -> Iterator[str]:
+    """The text of answers of either kind, whole or streamed."""
     for told in events:
         for choice in told.get("choices", ()):
-            yield choice.get("text") or choice.get("delta", {}).get("content") or ""
+            said = choice.get("delta") or choice.get("message") or {}
+            yield choice.get("text") or said.get("content") or ""
 
 
 def chat_remotely(server: Remote, options: dict[str, Any]) -> None:
@@ -147,25 +168,35 @@ def chat_remotely(server: Remote, options: dict[str, Any]) -> None:
         messages.append({"role": "system", "content": options["system"]})
     first = len(messages)
     try:
-        while (line := _line()) is not None:
-            match line.split():
-                case [] | ["/quit" | "/exit"]:
-                    if line.strip():
-                        break
-                case ["/rewind"]:
-                    del messages[max(len(messages) - 2, first) :]
-                case ["/save", name]:
-                    told = server.ask("POST", f"/v1/sessions/{session}/save", {"name": name})
-                    click.echo(f"saved {told['position']} tokens as {told['name']}", err=True)
-                case ["/memory"]:
-                    told = server.ask("GET", f"/v1/sessions/{session}")["memory"]
-                    click.echo(json.dumps(told), err=True)
-                case [command, *_] if command.startswith("/"):
-                    click.echo("/rewind, /save NAME, /memory, /quit", err=True)
-                case _:
-                    _answer(server, session, messages, line, options)
+        while (line := _line()) is not None and line.strip() not in ("/quit", "/exit"):
+            try:
+                _turn(server, session, messages, first, line, options)
+            except RequestError as error:  # the conversation is as it was, and can go on
+                click.echo(f"quire: {error}", err=True)
     finally:
         server.ask("DELETE", f"/v1/sessions/{session}")
+
+
+def _turn(
+    server: Remote, session: str, messages: list[dict[str, str]], first: int, line: str,
+    options: dict[str, Any],
+) -> None:  # fmt: skip
+    """Does what a line says; the conversation's own messages begin with the `first`."""
+    match line.split():
+        case []:
+            pass
+        case ["/rewind"]:
+            del messages[max(len(messages) - 2, first) :]
+        case ["/save", name]:
+            told = server.ask("POST", f"/v1/sessions/{session}/save", {"name": name})
+            click.echo(f"saved {told['position']} tokens as {told['name']}", err=True)
+        case ["/memory"]:
+            told = server.ask("GET", f"/v1/sessions/{session}")["memory"]
+            click.echo(json.dumps(told), err=True)
+        case [command, *_] if command.startswith("/"):
+            click.echo("/rewind, /save NAME, /memory, /quit", err=True)
+        case _:
+            _answer(server, session, messages, line, options)
 
 
 def _line() -> str | None:

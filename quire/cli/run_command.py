@@ -49,7 +49,8 @@ from quire.types import Completion, Constraint, Grammar, Json, Regex, Sampling
 @click.option("--grammar-file", metavar="FILE", help="The same, with the grammar in a file.")
 @click.option("--regex", help="Answer in text that this regular expression matches.")
 @click.option("--json", "as_json", is_flag=True,
-              help="One JSON object: text, token_ids, timings, speculation, memory.")  # fmt: skip
+              help="One JSON object: text, token_ids, timings, speculation, memory; with --url, "
+              "text and what the server says.")  # fmt: skip
 @or_remote(run_remotely)
 def command(prompt: str | None, asked: str | None, file: str | None, **options: Any) -> None:
     """Answer PROMPT, with what comes on standard input behind it, as it comes.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import threading
 
 import pytest
 from click.testing import CliRunner
@@ -28,6 +30,7 @@ def test_run(rig: Rig) -> None:
     assert raw == rig.llm.generate("It was", max_tokens=4, temperature=0).text + "\n"
     told = json.loads(run("run", "--url", rig.url, "-n", "4", "--json", "Hello"))
     assert told["usage"]["completion_tokens"] <= 4
+    assert told["text"] == told["choices"][0]["message"]["content"]
     assert run("run", "--url", rig.url, "--regex", "[ab]{2}", "Hello").strip("ab") == "\n"
 
 
@@ -40,6 +43,42 @@ def test_chat(rig: Rig) -> None:
         == f"{first}\n{second}\n{second}\n"
     )
     assert rig.http.get("/v1/sessions").json()["data"] == []
+
+
+def test_a_chat_goes_on_where_something_was_refused(rig: Rig) -> None:
+    first = rig.llm.chat(turns("Hello there"), max_tokens=8, temperature=0).text
+    talk = f"/save a/b\n{'word ' * 3000}\nHello there\n"
+    told = run("chat", "--url", rig.url, "--temp", "0", "-n", "8", stdin=talk)
+    assert "1 to 128 letters" in told and "maximum context length" in told
+    assert told.endswith(first + "\n")
+    assert rig.http.get("/v1/sessions").json()["data"] == []
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nConnection: close\r\n"
+PIECE = b'data: {"choices": [{"delta": {"content": "Hel"}}]}\n\n'
+BROKEN = {
+    "no end": HEAD + b"\r\n" + PIECE,
+    "half a chunk": HEAD + b"Transfer-Encoding: chunked\r\n\r\n99\r\n" + PIECE,
+    "no events": HEAD + b"\r\n<html></html>",
+    "half an object": HEAD + b'\r\n{"choices"',
+}
+
+
+@pytest.mark.parametrize("answer", BROKEN.values(), ids=BROKEN)
+@pytest.mark.parametrize("command", [("run", "hi"), ("run", "--json", "hi"), ("chat",), ("ps",)])
+def test_half_an_answer_is_an_error(answer: bytes, command: tuple[str, ...]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(answer)
+
+        threading.Thread(target=serve, daemon=True).start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        done = CliRunner().invoke(main, [command[0], "--url", url, *command[1:]], input="hi\n")
+    assert done.exit_code == 1 and "quire: " in done.output and url in done.output
 
 
 def test_ps(rig: Rig) -> None:
