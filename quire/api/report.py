@@ -31,14 +31,15 @@ class MemoryReport:
     def _as_dict(self) -> dict[str, Any]:
         engine = self._engine
         budgets = [device.budget for device in self._devices]
+        process = process_memory()
         return {
             "budget_bytes": sum(budget.limit for budget in budgets),
             "used_bytes": sum(budget.used for budget in budgets),
             "compute_bytes": self._compute_bytes,
-            "process_bytes": process_memory(),
+            "process_bytes": process,
             "breakdown": self._breakdown(),
             "devices": {device.name: _on(device) for device in self._devices},
-            "uses": self._uses(),
+            "uses": self._uses(process),
             "stats": self._groups(),
             "checkpoints": self._checkpoints(),
             "prefix": engine.prefix.index.stats(),
@@ -77,9 +78,9 @@ class MemoryReport:
     @property
     def uses(self) -> dict[str, int]:
         """Bytes by what they are held for; together they are what the process holds."""
-        return self._loop.call(self._uses)
+        return self._loop.call(lambda: self._uses(process_memory()))
 
-    def _uses(self) -> dict[str, int]:
+    def _uses(self, process: int) -> dict[str, int]:
         breakdown = self._breakdown()
         sizes: Counter[str] = Counter(weights=breakdown.get("weights", 0))
         for parts in self._engine.memory.memory_breakdown().values():
@@ -88,7 +89,7 @@ class MemoryReport:
             if ": " in use:  # of a model beside this one, under its name
                 sizes[use] += size
         sizes["compute buffers"] = self._compute_bytes
-        rest = process_memory() - sum(sizes.values())
+        rest = process - sum(sizes.values())
         sizes["interpreter, libraries, vocabulary"] = rest
         return {use: size for use, size in sizes.items() if size}
 

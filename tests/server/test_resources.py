@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 import threading
 import time
@@ -12,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from quire.api import report
 from quire.server import wire
 from quire.server.admission import Admission
 from quire.server.errors import ApiError
@@ -84,6 +86,21 @@ def test_the_budget_changes_while_it_serves(tmp_path: Path) -> None:
         assert rig.http.get("/v1/memory").json()["budget_bytes"] == 64 << 20
         for wrong in (0, -5, "much", None):
             assert rig.http.patch("/v1/memory", json={"budget_bytes": wrong}).status_code == 400
+
+
+def test_parts_are_the_whole_of_what_is_told_of_memory(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = itertools.count(500 << 20, 4096)  # a process grows between two looks
+    monkeypatch.setattr(report, "process_memory", lambda: next(sizes))
+    rig.post("/v1/sessions", id="seen", prompt=[300] * 100)
+    told = rig.http.get("/v1/memory").json()
+    assert sum(told["uses"].values()) == told["process_bytes"]
+    assert sum(told["breakdown"].values()) == told["used_bytes"]
+    assert sum(one["used_bytes"] for one in told["devices"].values()) == told["used_bytes"]
+    for figures in told["stats"].values():
+        assert figures["bytes_used"] + figures["bytes_wasted"] == figures["bytes_held"]
+    rig.http.delete("/v1/sessions/seen")
 
 
 def test_silence_is_broken_by_comments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
