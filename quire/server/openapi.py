@@ -41,6 +41,9 @@ BODIES: dict[tuple[str, str], type[msgspec.Struct]] = {
 }
 """What each route reads."""
 
+QUERIES = {("GET", "/v1/memory"): "model", ("GET", "/v1/sessions/{id}"): "tokens"}
+"""What is asked for behind a path."""
+
 _ERROR = {
     "type": "object", "required": ["error"],
     "properties": {"error": {
@@ -87,9 +90,14 @@ def _operation(method: str, path: str, route: Route) -> dict[str, Any]:
             "503": {"description": "There is no room, or the server ends.", "content": error},
         },
     }
-    if "{id}" in path:
-        id = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
-        told["parameters"] = [id]
+    wanted = [("id", "path")] if "{id}" in path else []
+    if name := QUERIES.get((method, path)):
+        wanted.append((name, "query"))
+    if wanted:
+        told["parameters"] = [
+            {"name": name, "in": where, "required": where == "path", "schema": {"type": "string"}}
+            for name, where in wanted
+        ]
     if body := BODIES.get((method, path)):
         schema = {"$ref": f"#/components/schemas/{body.__name__}"}
         required = bool(msgspec.json.schema(body)["$defs"][body.__name__].get("required"))

@@ -23,6 +23,8 @@ def test_every_route_is_described(rig: Rig) -> None:
             assert operation["summary"] and "4XX" in operation["responses"]
             if method in ("POST", "PATCH"):
                 assert "requestBody" in operation, route.path
+    for path, name in (("/v1/memory", "model"), ("/v1/sessions/{id}", "tokens")):
+        assert told["paths"][path]["get"]["parameters"][-1]["name"] == name
     chat = told["components"]["schemas"]["ChatBody"]
     assert chat["required"] == ["messages"] and "session_id" in chat["properties"]
 
