@@ -40,6 +40,13 @@ class Step:
     context: int
 
 
+def panel_tokens(n: int, threads: int, token_bytes: int, rows: int) -> int:
+    """Tokens of a thread's panel in a product of n with so many rows: csrc/panels.h."""
+    most = max((384 << 10) // token_bytes // 4, 1) * 4
+    share = -(-n // (4 * threads if rows < 8192 * threads else 4)) * 4
+    return min(most, max(share, min(-(-n // 4) * 4, 32)))
+
+
 def fold_floats(prepared: int, sequences: int) -> int:
     """Floats that are prepared when a full log of each sequence is folded, in all layers."""
     return min(prepared * _LOG * sequences, _MOST_FLOATS)

@@ -15,7 +15,7 @@ from quire.models.tensor_check import TensorCheck, rows_taken
 from quire.ops import Heads, Ops
 from quire.placement.arena import Event, Trace
 from quire.placement.cuda_sizes import format_of
-from quire.placement.kernels import Kernels, Step, Tiles, fold_floats, walks
+from quire.placement.kernels import Kernels, Step, Tiles, fold_floats, panel_tokens, walks
 
 _DENSE = (0, 1, 30)  # ggml's numbers of F32, F16 and BF16
 
@@ -173,24 +173,26 @@ class RehearsedOps:
         middle = Shape(self, pairs, 2 * down.cols)
         enters = Shape(self, n, width), Shape(self, n, router.rows)
         self._panels(n, router, exact=True)
-        self._panels(pairs, gate_up)
+        self._panels(pairs, gate_up, shared=True)
         if self._kernels:
             del enters  # csrc/experts.cpp lets go of them before it leaves
         rows = Shape(self, pairs, width)
-        self._panels(pairs, down)
+        self._panels(pairs, down, shared=True)
         if not self._kernels:  # what gate and up make, in 16 bits
             Shape(self, pairs, down.cols // 2)
             del enters
         del rows, middle
         return into
 
-    def _panels(self, n: int, w: MatrixShape, exact: bool = False) -> None:
-        """Room for the activations of a product: csrc/panels.h."""
-        if k := self._kernels:
+    def _panels(self, n: int, w: MatrixShape, exact: bool = False, shared: bool = False) -> None:
+        """Room for the activations of a product, in a panel of each thread's: csrc/panels.h."""
+        if (k := self._kernels) and n:
             exact = exact or k.exact
             quantized = w.cols // 32 * k.record if w.quantized and not exact else 0
             floats = w.cols * 4 if w.dense or exact else 0
             room = w.cols * (k.lanes if exact else 1)
+            if not shared:
+                n = k.threads * panel_tokens(n, k.threads, quantized + floats, w.rows)
             Shape(self, 1, n * (quantized + floats) // 4 + k.threads * room)
 
     # -- attention --------------------------------------------------------------------------------

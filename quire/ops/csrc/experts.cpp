@@ -136,7 +136,7 @@ void multiply(Cpu& cpu, const std::vector<Segment>& segments, const Panels& pane
 template <class RowOf>
 void multiply_pairs(Cpu& cpu, const Matrix& w, const Pairs& pairs, RowOf&& row_of, Array& out) {
     const MatmulKernels& kernels = matmul_kernels(cpu.isa);
-    const Panels panels = take_panels(cpu, w, pairs.count(), cpu.exact);  // one for each expert, in a row
+    const Panels panels = take_panels(cpu, w, pairs.count(), 1, cpu.exact);  // one for each expert, in a row
     auto fill = [&](int64_t begin, int64_t end, int thread) {
         auto next = std::upper_bound(pairs.first.begin(), pairs.first.end(), begin);
         for (int64_t pair = begin; pair < end; pair++) {

@@ -1,6 +1,7 @@
 #include "matrix.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "panels.h"
 #include "pieces.h"
@@ -31,22 +32,19 @@ const Part& part_of(const Matrix& w, int64_t row) {
     return w.parts[i];
 }
 
-void fill_panels(Cpu& cpu, const Array& x, int64_t cols, const Linear& options, const Panels& panels) {
-    const MatmulKernels& kernels = matmul_kernels(cpu.isa);
-    const int64_t n = x.rows;
-    auto fill = [&](int64_t begin, int64_t end, int thread) {
-        float* room = panels.rooms + thread * panels.room;
-        for (int64_t t = begin; t < end; t++) {
-            const float* row = x.row(t);
-            if (options.norm) kernels.rms_norm(row, options.norm, options.eps, cols, room);
-            if (options.act != Act::none) kernels.act_mul(row, options.act, cols, room);
-            if (options.norm || options.act != Act::none) row = room;
-            if (panels.quantized_bytes) kernels.put_quantized(row, cols, panels.quantized, t, n);
-            if (panels.float_bytes) kernels.put_float(row, cols, panels.floats, t, n);
-        }
-    };
-    if (n * cols < SERIAL) fill(0, n, 0);
-    else cpu.pool.parallel(n, tokens_at_once(cpu, n), fill);
+// Lays tokens [begin, end) out in a thread's own panel, after what is fused in front of the product.
+void lay_out(const MatmulKernels& kernels, const Array& x, int64_t cols, const Linear& options, const Panels& panels,
+             int64_t begin, int64_t end, int thread) {
+    float* room = panels.rooms + thread * panels.room;
+    for (int64_t t = begin; t < end; t++) {
+        const float* row = x.row(t);
+        if (options.norm) kernels.rms_norm(row, options.norm, options.eps, cols, room);
+        if (options.act != Act::none) kernels.act_mul(row, options.act, cols, room);
+        if (options.norm || options.act != Act::none) row = room;
+        if (panels.quantized_bytes)
+            kernels.put_quantized(row, cols, panels.quantized_of(thread), t - begin, end - begin);
+        if (panels.float_bytes) kernels.put_float(row, cols, panels.floats_of(thread), t - begin, end - begin);
+    }
 }
 
 }  // namespace
@@ -121,35 +119,40 @@ void linear(Cpu& cpu, const Array& x, const Matrix& w, const Linear& options, Ar
     const int64_t n = x.rows, blocks = blocks_of(w, kernels.lanes);
     if (n == 0) return;
     const bool exact = cpu.exact || options.exact;
-    const Panels panels = take_panels(cpu, w, n, exact);
-    fill_panels(cpu, x, w.cols, options, panels);
+    const Strips cut = strips_of(cpu, w, n, exact);
+    const int64_t strip = cut.tokens, strips = (n + strip - 1) / strip;
+    const Panels panels = take_panels(cpu, w, cut.panel, cpu.pool.size(), exact);
 
-    auto multiply = [&](const Part& part, int64_t block, int64_t last, int64_t token, int64_t end, int thread) {
+    auto multiply = [&](const Part& part, int64_t block, int64_t last, int64_t token, int64_t tokens, int thread) {
         const bool floats = is_dense(part.tile) || exact;
         const Product product{part,
-                              floats ? panels.floats : panels.quantized,
+                              floats ? panels.floats_of(thread) : panels.quantized_of(thread),
                               floats ? panels.float_bytes : panels.quantized_bytes,
                               options.bias ? options.bias + part.first_row : nullptr,
-                              out.data + part.first_row,
+                              out.row(options.pairs ? token / 2 : token) + part.first_row,
                               out.cols,
                               options.add,
                               options.pairs};
         if (floats && !is_dense(part.tile))
-            kernels.multiply_exact(product, block, last, token, end, panels.rooms + thread * panels.room);
-        else kernels.multiply(product, block, last, token, end);
+            kernels.multiply_exact(product, block, last, 0, tokens, panels.rooms + thread * panels.room);
+        else kernels.multiply(product, block, last, 0, tokens);
     };
 
-    const int64_t step = kernels.token_step, token_bytes = std::max(panels.quantized_bytes, panels.float_bytes);
-    const int64_t strip = std::max(step, PANEL_BYTES / token_bytes / step * step);  // tokens at a time
-    const int64_t strips = (n + strip - 1) / strip;
     // Neighbouring blocks are fetched while others are computed, so a piece is some of them.
-    const int64_t least = n < step ? CHUNK_BYTES / w.parts[0].stride : 3;
+    const int64_t least = n < kernels.token_step ? CHUNK_BYTES / w.parts[0].stride : 3;
+    struct alignas(64) LaidOut {
+        int64_t strip = -1;
+    };
+    std::vector<LaidOut> laid_out(size_t(cpu.pool.size()));  // in each thread's panel
     in_pieces(cpu.pool, strips * blocks, least, [&](int64_t begin, int64_t end, int thread) {
         while (begin < end) {  // all row blocks of one strip of tokens, then the next strip
             const int64_t i = begin / blocks, token = i * strip, last = std::min(end, (i + 1) * blocks);
+            const int64_t tokens = std::min(n - token, strip);
+            if (std::exchange(laid_out[size_t(thread)].strip, i) != i)
+                lay_out(kernels, x, w.cols, options, panels, token, token + tokens, thread);
             for_blocks(w, kernels.lanes, begin - i * blocks, last - i * blocks,
                        [&](const Part& part, int64_t from, int64_t to) {
-                           multiply(part, from, to, token, std::min(n, token + strip), thread);
+                           multiply(part, from, to, token, tokens, thread);
                        });
             begin = last;
         }

@@ -63,7 +63,7 @@ uint32_t count_forks() {
 
 }  // namespace
 
-ThreadPool::ThreadPool(int threads) : forks_(count_forks()) {
+ThreadPool::ThreadPool(int threads) : forks_(count_forks()), shares_(std::make_unique<Share[]>(size_t(threads))) {
     workers_->reserve(size_t(threads));
     try {
         for (int t = 1; t < threads; t++) workers_->emplace_back([this, t] { work(t); });
@@ -101,7 +101,11 @@ void ThreadPool::run(int64_t count, int64_t chunk, Function function, void* cont
     context_ = context;
     count_ = count;
     chunk_ = chunk;
-    next_.store(0, std::memory_order_relaxed);
+    const int64_t chunks = (count + chunk - 1) / chunk, threads = size();
+    for (int64_t t = 0; t < threads; t++) {
+        shares_[t].next.store(chunks * t / threads, std::memory_order_relaxed);
+        shares_[t].end = chunks * (t + 1) / threads;
+    }
     gate_.store(OPEN, std::memory_order_release);
     epoch_.fetch_add(1);
     if (sleepers_.load() > 0) futex_wake(epoch_);
@@ -118,16 +122,20 @@ void ThreadPool::run(int64_t count, int64_t chunk, Function function, void* cont
 }
 
 void ThreadPool::take_chunks(int thread) noexcept {
+    const int threads = size();
     try {
-        for (;;) {
-            const int64_t begin = next_.fetch_add(chunk_, std::memory_order_relaxed);
-            if (begin >= count_) return;
-            const int64_t end = begin + chunk_ < count_ ? begin + chunk_ : count_;
-            function_(context_, begin, end, thread);
+        for (int i = 0; i < threads; i++) {  // its own share, then those of the threads after it
+            Share& share = shares_[(thread + i) % threads];
+            while (share.next.load(std::memory_order_relaxed) < share.end) {
+                const int64_t taken = share.next.fetch_add(1, std::memory_order_relaxed);
+                if (taken >= share.end) break;
+                const int64_t begin = taken * chunk_, end = begin + chunk_ < count_ ? begin + chunk_ : count_;
+                function_(context_, begin, end, thread);
+            }
         }
     } catch (...) {
         if (!failed_.exchange(true, std::memory_order_relaxed)) failure_ = std::current_exception();
-        next_.store(count_, std::memory_order_relaxed);
+        for (int t = 0; t < threads; t++) shares_[t].next.store(shares_[t].end, std::memory_order_relaxed);
     }
 }
 

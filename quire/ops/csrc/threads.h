@@ -1,4 +1,6 @@
-// Threads that persist: work is handed out in chunks, and whoever is awake takes the next one.
+// Threads that persist: work is cut into chunks, and each thread has a run of them that is its own. Whoever is done
+// with those helps the others, so that one who sleeps delays nobody. The same thread gets the same rows in operation
+// after operation: what it wrote is in its own cache, and lines seldom travel between cores.
 //
 // Why two things cannot race: a job is open from `run` until the caller has found no chunk left.
 // A worker enters a job only by adding itself to `gate_` while the open bit is set, and the caller
@@ -30,8 +32,8 @@ class ThreadPool {
 
     int size() const { return int(workers_->size()) + 1; }
 
-    // Calls function over [0, count) in pieces of at most `chunk`; returns when all are done. Jobs of
-    // several callers take turns. Throws in the child of a fork, which has no threads but its own.
+    // Calls function over [0, count) in pieces of at most `chunk`; returns when all are done. Thread t begins with
+    // the t-th part of them. Jobs of several callers take turns. Throws in the child of a fork, which has no threads but its own.
     void run(int64_t count, int64_t chunk, Function function, void* context);
 
     // The same for a callable `f(begin, end, thread)`.
@@ -45,6 +47,12 @@ class ThreadPool {
     }
 
   private:
+    // The chunks of one thread, in a line of their own.
+    struct alignas(64) Share {
+        std::atomic<int64_t> next{0};
+        int64_t end = 0;
+    };
+
     void work(int thread);
     void take_chunks(int thread) noexcept;
     void stop();
@@ -59,7 +67,7 @@ class ThreadPool {
     int64_t count_ = 0, chunk_ = 1;
     std::atomic<bool> failed_{false};
     std::exception_ptr failure_;  // written by whoever set `failed_`
-    alignas(64) std::atomic<int64_t> next_{0};
+    std::unique_ptr<Share[]> shares_;
     alignas(64) std::atomic<uint32_t> gate_{0};      // OPEN bit | how many workers are inside
     alignas(64) std::atomic<uint32_t> epoch_{0};     // one more for each job; workers wait on it
     alignas(64) std::atomic<uint32_t> sleepers_{0};  // workers in the kernel, to be woken
