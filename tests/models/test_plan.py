@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from dataclasses import replace
@@ -18,7 +19,7 @@ from quire.errors import DoesNotFit, FileError, RequestError
 from quire.memory.build import attention_layout
 from quire.models.loader import MIXER, OUTPUT, Part
 from quire.ops import count_bytes
-from quire.placement.kernels import Kernels
+from quire.placement.kernels import Kernels, panel_tokens
 from tests import tiny
 from tests.budgets import peaks
 from tests.gguf_export import export
@@ -155,6 +156,16 @@ def test_activations_are_counted_as_kernels_keep_them(header: str, isas: list[st
     assert found
     for isa in isas:
         assert Kernels.of(isa, 1, False).record == 32 + 4 * int(found[1])
+
+
+@pytest.mark.parametrize("rows", [576, 40_000])
+def test_more_tokens_take_no_less_room(rows: int) -> None:
+    """Whoever looks for the most that fits halves intervals; and all threads have room for all."""
+    for threads, token_bytes in itertools.product((1, 2, 3, 8, 64), (936, 6656, 60_000)):
+        room = [panel_tokens(n, threads, token_bytes, rows) for n in range(1, 2000)]
+        assert room == sorted(room)
+        most = max(room[-1], 4)
+        assert all(threads * r >= n or r == most for n, r in enumerate(room, 1))
 
 
 @pytest.mark.parametrize("name", ["tiny-dense", "tiny-window", "tiny-recurrent"])

@@ -141,6 +141,16 @@ def test_many_tokens_of_a_wide_matrix(isa: str) -> None:
     assert np.array_equal(bits(got[140:141]), bits(cpu.linear(cpu.array(x[140:141]), w).numpy()))
 
 
+def test_many_rows_for_many_tokens(isa: str) -> None:
+    """So many rows that threads share them, however many tokens there are."""
+    cpu = _cpu.Cpu(2, isa)
+    w, values = matrix(cpu, GGMLType.Q4_1, 2 * 8192 + 40, 32)
+    x = np.random.default_rng(4).standard_normal((50, 32)).astype(np.float32)
+    got = cpu.linear(cpu.array(x), w).numpy()
+    close(got, reference.linear(x, values), x, values, 2e-6)
+    assert np.array_equal(bits(got[40:41]), bits(cpu.linear(cpu.array(x[40:41]), w).numpy()))
+
+
 @pytest.mark.parametrize("n", [1, 3, 20])
 def test_parts_of_mixed_formats(isa: str, n: int) -> None:
     cpu = _cpu.Cpu(2, isa)
