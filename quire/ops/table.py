@@ -100,7 +100,7 @@ class MatrixOps(Protocol):
         self, x: Array, w: Matrix, norm: Array | None = None, eps: float = 0.0, *,
         bias: Array | None = None, into: Array | None = None,
     ) -> Array:  # fmt: skip
-        """w · x + bias, or of rms_norm(x); added to `into` and returned when that is given."""
+        """w · x + bias, or of rms_norm(x); added to `into` (not x) and returned if given."""
 
     def linear_int16(self, x: Array, w: Matrix, norm: Array, eps: float) -> Array:
         """w · rms_norm(x) with 16 bits of each activation instead of 8.

@@ -339,7 +339,7 @@ def test_bad_arguments_are_refused() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             cpu.pack(parts)
-    w = cpu.pack([(2, 2, 32, data)])
+    w, square = cpu.pack([(2, 2, 32, data)]), cpu.pack([(2, 32, 32, np.zeros(576, np.uint8))])
     x = cpu.empty(3, 32)
     calls: list[tuple[Callable[[], object], str]] = [
         (lambda: cpu.linear(cpu.empty(3, 31), w), "32 columns"),
@@ -348,6 +348,7 @@ def test_bad_arguments_are_refused() -> None:
         (lambda: cpu.linear(x, w, norm=cpu.empty(1, 31)), "norm"),
         (lambda: cpu.linear(x, w, bias=cpu.empty(1, 3)), "bias"),
         (lambda: cpu.linear(x, w, into=cpu.empty(2, 2)), "into"),
+        (lambda: cpu.linear(x, square, into=x), "another"),
         (lambda: cpu.linear(cpu.empty(3, 64), w, act=1, norm=cpu.empty(1, 32)), "both"),
         (lambda: cpu.embed(w, np.array([2], np.int32)), "id 2"),
         (lambda: cpu.embed(w, np.array([-1], np.int32)), "id -1"),

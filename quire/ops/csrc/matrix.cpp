@@ -32,6 +32,11 @@ const Part& part_of(const Matrix& w, int64_t row) {
     return w.parts[i];
 }
 
+// What is in a thread's panel, in a line of its own.
+struct alignas(64) LaidOut {
+    int64_t strip = -1;
+};
+
 // Lays tokens [begin, end) out in a thread's own panel, after what is fused in front of the product.
 void lay_out(const MatmulKernels& kernels, const Array& x, int64_t cols, const Linear& options, const Panels& panels,
              int64_t begin, int64_t end, int thread) {
@@ -122,7 +127,6 @@ void linear(Cpu& cpu, const Array& x, const Matrix& w, const Linear& options, Ar
     const Strips cut = strips_of(cpu, w, n, exact);
     const int64_t strip = cut.tokens, strips = (n + strip - 1) / strip;
     const Panels panels = take_panels(cpu, w, cut.panel, cpu.pool.size(), exact);
-
     auto multiply = [&](const Part& part, int64_t block, int64_t last, int64_t token, int64_t tokens, int thread) {
         const bool floats = is_dense(part.tile) || exact;
         const Product product{part,
@@ -140,10 +144,7 @@ void linear(Cpu& cpu, const Array& x, const Matrix& w, const Linear& options, Ar
 
     // Neighbouring blocks are fetched while others are computed, so a piece is some of them.
     const int64_t least = n < kernels.token_step ? CHUNK_BYTES / w.parts[0].stride : 3;
-    struct alignas(64) LaidOut {
-        int64_t strip = -1;
-    };
-    std::vector<LaidOut> laid_out(size_t(cpu.pool.size()));  // in each thread's panel
+    std::vector<LaidOut> laid_out(size_t(cpu.pool.size()));
     in_pieces(cpu.pool, strips * blocks, least, [&](int64_t begin, int64_t end, int thread) {
         while (begin < end) {  // all row blocks of one strip of tokens, then the next strip
             const int64_t i = begin / blocks, token = i * strip, last = std::min(end, (i + 1) * blocks);

@@ -125,6 +125,7 @@ nb::object bind_linear(Cpu& cpu, const Array& x, const Matrix& w, const Array* n
     Array& out = nb::cast<Array&>(into);
     need(out.rows == x.rows && out.cols == w.rows, "into of shape ", shape(out), " where ", Shape{x.rows, w.rows},
          " is needed");
+    need(out.data != x.data, "into is x itself, which is read while the product is added: pass another array");
     options.add = true;
     nb::object result = nb::borrow(into);
     nb::gil_scoped_release released;
