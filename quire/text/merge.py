@@ -7,10 +7,69 @@ from heapq import heapify, heappop, heappush
 
 Priority = Callable[[int, int, int], float | None]
 """How urgent it is to join text[a:b] with text[b:c]: least first; None if they never join."""
+Join = Callable[[int, float], object]
+"""The symbols at a place were joined, which was so urgent."""
+
+_LONG = 256
+"""Characters of a word from which on it pays to look at all pairs of one urgency at a time."""
 
 
 def merge(length: int, priority: Priority) -> list[int]:
-    """Merges the characters of a text and returns where the resulting symbols end, in order.
+    """Merges the characters of a text and returns where the resulting symbols end, in order."""
+    ends = _merge_in_order(length, priority) if length > _LONG else None
+    return _merge_one_by_one(length, priority) if ends is None else ends
+
+
+def _merge_in_order(length: int, priority: Priority, join: Join | None = None) -> list[int] | None:
+    """Merges all pairs of one urgency before any of the next: several times as fast.
+
+    None where joining made a pair that is as urgent or more: it would have come before the rest. In
+    vocabularies that were learned a pair comes after those that its symbols were made of.
+    """
+    ends = list(range(1, length + 1))
+    before = list(range(-1, length))
+    pairs = [priority(i, i + 1, i + 2) for i in range(length - 1)]
+    pairs.append(None)  # by their first symbols; None is none that joins
+    waiting: dict[float, list[int]] = {}
+    for i, urgency in enumerate(pairs):
+        if urgency is not None:
+            waiting.setdefault(urgency, []).append(i)
+    order = list(waiting)
+    heapify(order)
+    while order:
+        now = heappop(order)
+        for left in sorted(waiting.pop(now)):
+            if pairs[left] != now:
+                continue
+            middle = ends[left]
+            end = ends[left] = ends[middle]
+            ends[middle] = -1
+            before[end] = left
+            pairs[middle] = None
+            if join is not None:
+                join(left, now)
+            pairs[left] = priority(left, end, ends[end]) if end < length else None
+            changed = [left]
+            if left:
+                previous = before[left]
+                pairs[previous] = priority(previous, left, end)
+                changed.append(previous)
+            for at in changed:
+                urgency = pairs[at]
+                if urgency is None:
+                    continue
+                if urgency in waiting:
+                    waiting[urgency].append(at)
+                elif urgency > now:
+                    waiting[urgency] = [at]
+                    heappush(order, urgency)
+                else:
+                    return None
+    return [end for end in ends if end > 0]
+
+
+def _merge_one_by_one(length: int, priority: Priority) -> list[int]:
+    """Merges the most urgent pair, the first of them, again and again.
 
     Symbols are known by where they start: `ends[i]` is the end of the one at i, and -1 once it
     has become part of another. An entry of the heap is stale when an end has moved since. Every
@@ -47,7 +106,23 @@ def merge(length: int, priority: Priority) -> list[int]:
 def merge_ids(
     symbols: list[int], ranks: Mapping[int, int], made: Sequence[int], base: int
 ) -> list[int]:
-    """Merges token ids: the pair `left * base + right` of the least rank becomes `made[rank]`.
+    """Merges token ids: the pair `left * base + right` of the least rank becomes `made[rank]`."""
+    if len(symbols) > _LONG:
+        own = symbols.copy()
+        ends = _merge_in_order(
+            len(own),
+            lambda a, b, _: ranks.get(own[a] * base + own[b]),
+            lambda at, rank: own.__setitem__(at, made[int(rank)]),
+        )
+        if ends is not None:
+            return [own[start] for start in [0, *ends[:-1]]]
+    return _merge_ids_one_by_one(symbols, ranks, made, base)
+
+
+def _merge_ids_one_by_one(
+    symbols: list[int], ranks: Mapping[int, int], made: Sequence[int], base: int
+) -> list[int]:
+    """The same, a pair after the other.
 
     Symbols are known by their place; -1 is one that has become part of another. An entry of the
     heap is stale when the pair there has another rank by now.

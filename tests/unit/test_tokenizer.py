@@ -22,7 +22,7 @@ from quire.errors import ContextError, QuireError, TokenizerError
 from quire.text import characters
 from quire.text.bpe import BYTE_CHARACTERS, BytePairs
 from quire.text.hf_patterns import LAST_SPACES, PARTIAL, TOTAL
-from quire.text.merge import merge
+from quire.text.merge import merge, merge_ids
 from quire.text.pretokenize import PreTokenizer, WordSplitter
 from quire.text.sentencepiece import SentencePieces
 from quire.text.special import SpecialToken, SpecialTokens
@@ -360,6 +360,31 @@ class TestMerging:
         ends = merge(len(text), lambda a, b, c: ranks.get(f"{text[a:b]} {text[b:c]}"))
         found = [text[a:b] for a, b in zip([0, *ends], ends, strict=False)]
         assert found == self.by_hand(list(text), lambda x, y: ranks.get(f"{x} {y}"))
+
+    @given(
+        st.text("abc", max_size=40), st.permutations(["a b", "b c", "ab c", "a a", "aa a", "c c"]),
+        st.integers(1, 6), st.integers(0, 50),
+    )  # fmt: skip
+    @settings(max_examples=200, deadline=None)
+    def test_long_words_are_merged_as_short_ones(
+        self, text: str, merges: list[str], urgencies: int, long: int
+    ) -> None:
+        """Learned merges or any other, some as urgent as others; ids or characters."""
+        ranks = {pair: i % urgencies for i, pair in enumerate(merges)}
+        expected = self.by_hand(list(text), lambda x, y: ranks.get(f"{x} {y}"))
+        symbols = {one: i for i, one in enumerate(["a", "b", "c", "ab", "bc", "abc", "aa", "aaa"])}
+        symbols["cc"], names = len(symbols), [*symbols, "cc"]
+        of = [tuple(symbols[part] for part in pair.split()) for pair in merges]
+        made = [symbols[pair.replace(" ", "")] for pair in merges]
+        pairs = {left * 100 + right: i for i, (left, right) in enumerate(of)}
+        by_rank = {pair: i for i, pair in enumerate(merges)}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("quire.text.merge._LONG", long)
+            ends = merge(len(text), lambda a, b, c: ranks.get(f"{text[a:b]} {text[b:c]}"))
+            ids = merge_ids([symbols[one] for one in text], pairs, made, 100)
+        assert [text[a:b] for a, b in zip([0, *ends], ends, strict=False)] == expected
+        expected = self.by_hand(list(text), lambda x, y: by_rank.get(f"{x} {y}"))
+        assert [names[id] for id in ids] == expected
 
     @given(st.data())
     @settings(max_examples=60, deadline=None)
