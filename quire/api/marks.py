@@ -20,6 +20,7 @@ class Marked:
         self._engine: Engine = loop.engine
         self._sequence = sequence
         self._marks: dict[str, Mark] = dict(marks)
+        sequence.use_marks(self._marks)
         self._open = True
 
     @property
@@ -76,7 +77,7 @@ class Marked:
         if isinstance(to, (Mark, str)):
             history.restore(sequence, self._marked(to) if isinstance(to, str) else to)
         elif (by := whole_number(to)) is not None and -n <= by < 0:
-            history.truncate(sequence, n + by, self._marks.values())
+            history.truncate(sequence, n + by)
         else:
             ways = f"a mark, its name, or -1 to -{n} tokens" if n else "a mark or its name"
             raise RequestError(f"rewind takes {ways} here, not {to!r:.80}")

@@ -57,7 +57,9 @@ class Engine(Sequences):
         super().__init__(runner, memory, prefix, tiers, n_ctx, max_tokens)
         self.constrainer = constrainer
         self.end_ids = frozenset(end_ids)
-        self.planner = Planner(self.scheduler, memory, self.room, prefix, self._fail)
+        self.planner = Planner(
+            self.scheduler, memory, self.room, prefix, self._fail, self.history.start_over
+        )
         self.flying: Launched | None = None
         """A step that the device works on, and whose tokens nobody has read yet."""
         self._outputs: list[StepOutput] = []

@@ -90,7 +90,7 @@ class History:
             self.room.make(fits, None, Rank.RUNNING, spare)
         self.memory.checkpoint_unpark(mark.checkpoint)  # where it cannot, it says best why
 
-    def truncate(self, sequence: Sequence, length: int, marks: Iterable[Mark] = ()) -> None:
+    def truncate(self, sequence: Sequence, length: int) -> None:
         """Drops all tokens from position `length` on.
 
         Where memory cannot go back so far, the nearest place that a mark or somebody else holds
@@ -101,20 +101,28 @@ class History:
             if sequence.edited and not self.memory.can_rm(sequence.id, max(length - 1, 0), -1):
                 raise self._nothing_covers(length)
             if not self.memory.seq_rm(sequence.id, length, -1):
-                self._recompute(sequence, length, marks)
+                self._recompute(sequence, length)
                 return
         sequence.truncate(length)
         if sequence.edited and sequence.length and sequence.pending == 0:
             self._drop_last(sequence)
         self.prefix.track(sequence)
 
-    def _recompute(self, sequence: Sequence, length: int, marks: Iterable[Mark]) -> None:
+    def _recompute(self, sequence: Sequence, length: int) -> None:
         """Starts from the nearest place that somebody holds."""
         self.memory.seq_rm(sequence.id, 0, -1)
         sequence.truncate(length)
         sequence.lose()
         self.prefix.adopt(sequence)
-        self._start_from(sequence, marks)
+        self._start_from_mark(sequence, length)
+
+    def start_over(self, sequence: Sequence) -> None:
+        """Finds what a sequence that lost its pages need not compute again, but for the last token.
+
+        With its marks it shares pages again, as it did before.
+        """
+        self.prefix.start_over(sequence)
+        self._start_from_mark(sequence, sequence.length - 1)
 
     def _is_sequences_own(self, sequence: Sequence, length: int) -> bool:
         """Whether memory has none of the tokens from a position on, or drops them later.
@@ -142,21 +150,33 @@ class History:
             mark = self.mark(sequence, "")  # it cannot be computed again
         return WayBack(self, sequence, kept, mark)
 
-    def _start_from(self, sequence: Sequence, marks: Iterable[Mark]) -> None:
-        """Goes to the furthest mark along a sequence's tokens, if that is further than it is."""
-        tokens = sequence.tokens
-        fitting = [
-            m
-            for m in marks
-            if not m.record.edited
-            and self.memory.checkpoint_fits(m.checkpoint)
-            and tokens.common(m.record.tokens.array(0, m.record.computed)) == m.record.computed
-        ]
-        best = max(fitting, key=lambda m: m.record.computed, default=None)
-        if best is not None and best.record.computed > sequence.computed:
-            with suppress(OutOfMemory):  # a tier that cannot be read: it is computed again
-                self.memory.checkpoint_restore(sequence.id, best.checkpoint)
-                sequence.adopt(best.record.computed, None)
+    def _start_from_mark(self, sequence: Sequence, most: int) -> None:
+        """Goes to the furthest mark along a sequence's first tokens, if that is further than it is.
+
+        Of equals a mark is better: it has what it holds in any case.
+        """
+        mark = max(self._marks_along(sequence, most), key=_computed, default=None)
+        if mark is None or _computed(mark) < sequence.computed:
+            return
+        fits = partial(self.memory.checkpoint_fits, mark.checkpoint)
+        if not self.room.make(fits, sequence, Rank.RESTING, {mark.checkpoint}):
+            return
+        with suppress(OutOfMemory):  # a tier that cannot be read: it is computed again
+            self.memory.checkpoint_restore(sequence.id, mark.checkpoint)
+            if _computed(mark) > most:
+                self.memory.seq_rm(sequence.id, most, -1)
+            sequence.adopt(min(_computed(mark), most), None)
+            self.prefix.track(sequence)
+
+    def _marks_along(self, sequence: Sequence, most: int) -> Iterable[Mark]:
+        """A sequence's marks of its own tokens, whose pages may be shared as its own may."""
+        tokens, ours = sequence.tokens, (sequence.salt, sequence.shared, sequence.exact)
+        for mark in sequence.marks.values():
+            record, n = mark.record, _computed(mark)
+            if not n or record.edited or (record.salt, record.shared, record.exact) != ours:
+                continue
+            if (n <= most or self.cuts_anywhere) and tokens.common(record.tokens.array(0, n)) == n:
+                yield mark
 
     def remove(self, sequence: Sequence, start: int, stop: int) -> None:
         """Takes computed tokens out of the middle; those behind move up, and no hole is left.
@@ -252,6 +272,11 @@ class History:
             self.truncate(sequence, sequence.length - 1)
             sequence.extend([last])
             self.prefix.track(sequence)
+
+
+def _computed(mark: Mark) -> int:
+    """How many tokens memory holds under a mark."""
+    return mark.record.computed
 
 
 class WayBack:

@@ -22,13 +22,14 @@ class Planner:
 
     def __init__(
         self, scheduler: Scheduler, memory: Memory, room: Room, prefix: PrefixCache,
-        fail: Callable[[Sequence, QuireError], None],
+        fail: Callable[[Sequence, QuireError], None], start_over: Callable[[Sequence], None],
     ) -> None:  # fmt: skip
         self._scheduler = scheduler
         self._memory = memory
         self._room = room
         self._prefix = prefix
         self._fail = fail
+        self._start_over = start_over
 
     def plan(self, active: Seq[Sequence]) -> Plan:
         """Who of these runs; there is room for them, and their pages are here."""
@@ -52,7 +53,7 @@ class Planner:
                 if sequence.status is WAITING:
                     self._prefix.release(sequence)
                 elif sequence.status is LOST:
-                    self._prefix.start_over(sequence)
+                    self._start_over(sequence)
         return self._scheduler.plan(active, self._memory.fits)
 
     def _make_room(self, plan: Plan) -> bool:

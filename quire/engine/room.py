@@ -12,20 +12,21 @@
 A sequence gives way in one of two manners. Its own pages go to a tier and are read back later
 (parked), or they are freed and its tokens are computed again (lost): whichever is sooner done, by
 the speeds measured so far. One with tokens taken out of its middle can only be parked, since
-computing its tokens again would make others of them.
+computing its tokens again would make others of them. What several share goes to a tier once, when
+all who hold it may go, and is shared again when it is back.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import IntEnum
 
 from quire.engine.prefix_cache import PrefixCache
 from quire.engine.sequence import PARKED, Sequence
 from quire.errors import OutOfMemory
+from quire.memory.keeping import Leavers
 from quire.memory.memory import Memory
-from quire.memory.tiers.parking import Staying
 from quire.memory.tiers.tiers import Tiers
 
 
@@ -107,16 +108,22 @@ class Room:
     def _from_resting(self, needy: Sequence | None) -> bool:
         """Takes the pages of a sequence that has nothing to compute.
 
-        One whose pages cannot be parked, because others hold them too or no tier has room, is
-        lost: its tokens are computed again when it is used.
+        One whose pages no tier has room for is lost: its tokens are computed again when it is used.
         """
-        resting = [
-            s for s in self._sequences.values() if not s.active and s.computed and s is not needy
-        ]
+        resting = self._resting(needy)
         if any(map(self.park, resting)):
             return True
-        resting.sort(key=lambda s: s.status is PARKED)  # those may still hold pages together
-        return self._lose_one(resting)
+        together = self._memory.leavers([s.id for s in resting])
+        if any(self.park(s, together) for s in resting):
+            return True
+        whole = [s for s in resting if not s.edited]
+        together = self._memory.leavers([s.id for s in whole])
+        return self._lose_one(s for s in whole if self._memory.park_bytes(s.id, together))
+
+    def _resting(self, needy: Sequence | None) -> list[Sequence]:
+        """Those that hold something, and have nothing to compute."""
+        held = self._sequences.values()
+        return [s for s in held if not s.active and s.computed and s is not needy]
 
     def _from_marks(self, needy: Sequence | None) -> bool:
         """Moves what a mark or a pinned prefix alone holds to a tier; then what they share."""
@@ -126,15 +133,16 @@ class Room:
         marks += self._prefix.index.pinned_names
         if any(map(self.park_checkpoint, marks)):
             return True
-        here = [s for s in self._active if s.status is not PARKED]
-        staying = self._memory.pages_of(s.id for s in [*here, *([needy] if needy else [])])
-        resting = [
-            s for s in self._sequences.values()
-            if s is not needy and (s.status is PARKED or (s.edited and not s.active))
-        ]  # fmt: skip
-        return any(self.park(s, staying) for s in resting) or any(
-            self.park_checkpoint(name, staying) for name in marks
-        )
+        resting = self._resting(needy)
+        resting += [s for s in self._active if s.status is PARKED and s is not needy]
+        together = self._memory.leavers([*(s.id for s in resting), *marks])
+        if any(self.park(s, together) for s in resting):
+            return True
+        if any(self.park_checkpoint(name, together) for name in marks):
+            return True
+        stuck = any(self._memory.checkpoint_park_bytes(name, together) for name in marks)
+        stuck = stuck or any(self._memory.park_bytes(s.id, together) for s in resting)
+        return stuck and self._lose_one(s for s in resting if not s.edited)  # so that a tier has
 
     def park_cached(self, name: str, tokens: int) -> bool:
         """Moves a cached prefix to a tier, if it is sooner read back than computed again."""
@@ -142,19 +150,20 @@ class Room:
         again = tokens * self._seconds_per_token()
         return self._tiers.seconds(n_bytes) < again and self.park_checkpoint(name)
 
-    def park_checkpoint(self, name: str, staying: Staying | None = None) -> bool:
-        """Moves what only a checkpoint holds, or all but what stays, to a tier.
+    def park_checkpoint(self, name: str, together: Leavers | None = None) -> bool:
+        """Moves what only a checkpoint holds, or some together, to a tier.
 
         False when none takes it, or there is nothing.
         """
-        n_bytes = self._memory.checkpoint_park_bytes(name, staying)
+        n_bytes = self._memory.checkpoint_park_bytes(name, together)
         tier = self._tiers.for_bytes(n_bytes)
         if tier is None or n_bytes == 0:
             return False
         try:
-            self._memory.checkpoint_park(name, tier, staying)
+            self._memory.checkpoint_park(name, tier, together)
         except OutOfMemory:
             return False
+        self._note_parked(together)
         self.counts["marks and prefixes parked"] += 1
         return True
 
@@ -163,10 +172,10 @@ class Room:
         others = [o for o in reversed(self._active) if o is not needy and o.computed]
         if any(self.preempt(other) for other in others):
             return True
-        return self._lose_one([o for o in others if o.status is PARKED])
+        return self._lose_one(o for o in others if o.status is PARKED and not o.edited)
 
-    def _lose_one(self, candidates: list[Sequence]) -> bool:
-        lost = next((s for s in candidates if not s.edited), None)
+    def _lose_one(self, candidates: Iterable[Sequence]) -> bool:
+        lost = next(iter(candidates), None)
         if lost:
             self.lose(lost)
         return lost is not None
@@ -185,23 +194,31 @@ class Room:
         sequence.preempt()
         return True
 
-    def park(self, sequence: Sequence, staying: Staying | None = None) -> bool:
-        """Moves a sequence's own pages, or all but those that stay, to a tier.
+    def park(self, sequence: Sequence, together: Leavers | None = None) -> bool:
+        """Moves what only a sequence holds, or some together, to a tier.
 
-        False when none takes them, or it has none.
+        False when none takes it, or there is nothing.
         """
-        n_bytes = self._memory.park_bytes(sequence.id, staying)
+        n_bytes = self._memory.park_bytes(sequence.id, together)
         tier = self._tiers.for_bytes(n_bytes)
         if tier is None or n_bytes == 0:
             return False
         try:
-            self._memory.park(sequence.id, tier, staying)
+            self._memory.park(sequence.id, tier, together)
         except OutOfMemory:
             return False
         sequence.park()
         self._prefix.track(sequence)
+        self._note_parked(together)
         self.counts["parked"] += 1
         return True
+
+    def _note_parked(self, together: Leavers | None) -> None:
+        """Those whose pages went along with another's are parked too."""
+        for id in together.members if together else ():
+            if isinstance(id, int) and self._memory.is_parked(id):
+                self._sequences[id].park()
+                self._prefix.track(self._sequences[id])
 
     def bring_back(self, sequence: Sequence) -> bool:
         """Puts a parked sequence's pages back; False where they cannot be read.

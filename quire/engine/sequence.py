@@ -6,6 +6,7 @@ holds all other files to that.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from enum import Enum
@@ -99,6 +100,7 @@ class Sequence:
         self.logits: NDArray[np.float32] | None = None
         self.edited = False
         self.salt = salt
+        self.marks: Mapping[str, Mark] = {}  # places along its past, as its session makes them
         self.shared = True
         self.exact = True
         self.status = RESTING
@@ -189,6 +191,8 @@ class Sequence:
         self.shared, self.exact = record.shared, record.exact
         self._count()
         self._at_home()
+        if self.length and not self.computed:  # it was marked or copied when it was lost
+            self.status = LOST
 
     # -- pages ----------------------------------------------------------------------------------
 
@@ -264,6 +268,10 @@ class Sequence:
         hold would live as long as the sequence.
         """
         self.failed = True
+
+    def use_marks(self, marks: Mapping[str, Mark]) -> None:
+        """Its session's marks, as they come and go."""
+        self.marks = marks
 
     def use_salt(self, salt: str) -> None:
         """An empty one shares with those of a salt."""

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from time import perf_counter_ns
+from typing import NamedTuple
 
 import numpy as np
 
 from quire.errors import RequestError
 from quire.memory.books import Books, Tables
 from quire.memory.checkpoint import Checkpoint
-from quire.memory.pages.pool import fit_together
-from quire.memory.tiers.parking import Parked, Staying, all_here, leaving, move_out
+from quire.memory.groups.layout import Int32
+from quire.memory.pages.pool import PagePool, fit_together
+from quire.memory.tiers.parking import Counts, Parked, all_here, leaving, move_out
 from quire.memory.tiers.tiers import Tier
+
+
+class Leavers(NamedTuple):
+    """Sequences and checkpoints that may leave together: what they alone hold can go to a tier."""
+
+    members: Sequence[int | str]
+    counts: Counts
 
 
 class Keeping(Books):
@@ -20,38 +29,71 @@ class Keeping(Books):
 
     # -- tiers ----------------------------------------------------------------------------------
 
-    def park_bytes(self, seq: int, but: Staying | None = None) -> int:
+    def park_bytes(self, seq: int, leavers: Leavers | None = None) -> int:
         """Bytes that parking a sequence would move, further ones if it is parked already.
 
-        They are what nobody else holds; or, given pages that stay, everything but those.
+        They are what nobody else holds; or nobody but those who may leave with it.
         """
         parked = self._parked.get(seq)
         held = self.holdings(self.tables(seq)) if parked is None else parked.kept
-        return sum(int(leaving(p, ids, but).sum()) * p.page_bytes for p, ids, _ in held)
+        return _bytes_leaving(held, leavers)
 
-    def park(self, seq: int, tier: Tier, but: Staying | None = None) -> None:
+    def park(self, seq: int, tier: Tier, leavers: Leavers | None = None) -> None:
         """Moves a sequence's own pages to a tier; until `unpark` it only has positions.
 
-        Given pages that stay, all others move: what is shared is free once nobody holds it here.
+        What it shares with some who may leave, and nobody else holds, moves for all of them: those
+        are parked too then.
         """
         self.check_idle()
-        tier.check(self.park_bytes(seq, but))  # so that only a failing disk is found out later
-        parked = self._parked.get(seq) or self._all_here(self.tables(seq))
-        move_out(parked, tier, but)
-        self._parked[seq] = parked
-        self._tables.pop(seq, None)
+        tier.check(self.park_bytes(seq, leavers))  # only a failing disk is found out later
+        self._move_out(seq, tier, leavers)
+
+    def leavers(self, members: Sequence[int | str]) -> Leavers:
+        """Sequences and checkpoints (by name) that may leave, and how many hold each page here."""
+        counts = {pool.name: np.zeros(pool.max_pages, np.int32) for pool in self.pools}
+        for one in members:
+            for pool, pages, _ in self._held_here(one):
+                counts[pool.name][pages] += 1
+        return Leavers(members, counts)
+
+    def _held_here(self, one: int | str) -> list[tuple[PagePool, Int32, Int32]]:
+        if isinstance(one, str):
+            return self.held_by(self.checkpoints.get(one))
+        parked = self._parked.get(one)
+        return self.holdings(self.tables(one)) if parked is None else parked.kept
+
+    def _move_out(self, one: int | str, tier: Tier, leavers: Leavers | None) -> None:
+        """Moves pages to a tier; whoever holds any of them is parked then."""
+        first, counts = self._as_parked(one), leavers and leavers.counts
+        others = leavers.members if leavers else ()
+        parked = {other: self._as_parked(other) for other in others if other != one}
+        move_out(first, list(parked.values()), tier, counts)
+        for other, found in {one: first, **parked}.items():
+            if other == one or any(part.away for part in found.parts):
+                self._note_parked(other, found)
         self._trim()
 
-    def _all_here(self, tables: Tables) -> Parked:
-        return all_here(tables, self.holdings(tables))
+    def _as_parked(self, one: int | str) -> Parked:
+        """What is parked, or could be."""
+        if isinstance(one, str):
+            saved = self.checkpoints.get(one)
+            tables, seq, cached = saved.tables, -1, saved.cached
+            found = saved.parked
+        else:
+            found = self._parked.get(one)
+            tables, seq, cached = self._tables.get(one, ()), one, False
+        return found or all_here(tables, self.holdings(tables), seq, cached)
 
-    def pages_of(self, seqs: Iterable[int]) -> Staying:
-        """Which pages these sequences hold here, by pool."""
-        held = {pool.name: np.zeros(pool.max_pages, bool) for pool in self.pools}
-        for seq in seqs:
-            for pool, pages, _ in self.holdings(self._tables[seq]) if seq in self._tables else ():
-                held[pool.name][pages] = True
-        return held
+    def _note_parked(self, one: int | str, parked: Parked) -> None:
+        if isinstance(one, str):
+            self.checkpoints.get(one).parked = parked
+        else:
+            self._parked[one] = parked
+            self._tables.pop(one, None)
+
+    def is_parked(self, seq: int) -> bool:
+        """Whether a sequence only has positions."""
+        return seq in self._parked
 
     def unpark(self, seq: int) -> None:
         """Brings a parked sequence back; or an error, and it stays parked."""
@@ -68,7 +110,6 @@ class Keeping(Books):
         except BaseException:
             self._trim()
             raise
-        parked.forget()
         return tuple(
             group.repaged(table, [next(pages) for _ in group.pools])
             for group, table in zip(self.groups, parked.tables, strict=True)
@@ -157,40 +198,22 @@ class Keeping(Books):
         for pool, pages, _ in self.held_by(saved):
             pool.cache(pages, by)
 
-    def checkpoint_park_bytes(self, name: str, but: Staying | None = None) -> int:
+    def checkpoint_park_bytes(self, name: str, leavers: Leavers | None = None) -> int:
         """Bytes that parking a checkpoint would move, as `park_bytes` counts them."""
-        held = self.held_by(self.checkpoints.get(name))
-        return sum(int(leaving(p, ids, but).sum()) * p.page_bytes for p, ids, _ in held)
+        return _bytes_leaving(self.held_by(self.checkpoints.get(name)), leavers)
 
-    def checkpoint_park(self, name: str, tier: Tier, but: Staying | None = None) -> None:
-        """Moves the pages that only a checkpoint holds, or all but some, to a tier."""
+    def checkpoint_park(self, name: str, tier: Tier, leavers: Leavers | None = None) -> None:
+        """Moves a checkpoint's own pages to a tier, and what it shares with some who may leave."""
         self.check_idle()
-        saved = self.checkpoints.get(name)
-        tier.check(self.checkpoint_park_bytes(name, but))
-        if saved.cached:
-            self._cache(saved, -1)
-        try:
-            parked = saved.parked or self._all_here(saved.tables)
-            move_out(parked, tier, but)
-            saved.parked = parked
-        finally:
-            if saved.cached:
-                self._cache(saved, 1)
-        self._trim()
+        tier.check(self.checkpoint_park_bytes(name, leavers))
+        self._move_out(name, tier, leavers)
 
     def checkpoint_unpark(self, name: str) -> None:
         """Brings a checkpoint's pages back, if they are parked; or an error and no change."""
         self.check_idle()
         saved = self.checkpoints.get(name)
-        if saved.parked is None:
-            return
-        if saved.cached:
-            self._cache(saved, -1)
-        try:
+        if saved.parked is not None:
             saved.tables, saved.parked = self._brought_back(saved.parked), None
-        finally:
-            if saved.cached:
-                self._cache(saved, 1)
 
     def checkpoint_fits(self, name: str) -> bool:
         """Whether a checkpoint's pages are here, or could be brought back now."""
@@ -201,3 +224,8 @@ class Keeping(Books):
         """Bytes of memory that nobody but this checkpoint keeps alive."""
         held = self.held_by(self.checkpoints.get(name))
         return sum(int((pool.refs[pages] == 1).sum()) * pool.page_bytes for pool, pages, _ in held)
+
+
+def _bytes_leaving(held: Iterable[tuple[PagePool, Int32, Int32]], leavers: Leavers | None) -> int:
+    counts = leavers and leavers.counts
+    return sum(int(leaving(pool, ids, counts).sum()) * pool.page_bytes for pool, ids, _ in held)

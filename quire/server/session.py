@@ -97,7 +97,7 @@ class ServedSession:
             self._way_back = history.way_back(sequence, common)
             try:
                 if common < sequence.length:
-                    history.truncate(sequence, common, session.marks.values())
+                    history.truncate(sequence, common)
                 job = llm.loop.start(sequence, asked, transcript, matcher, keep=True)
                 if whole and not history.cuts_anywhere:
                     job.told.append(_first(job, self._mark_turn))

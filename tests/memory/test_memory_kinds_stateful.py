@@ -567,6 +567,45 @@ class KindMachine(RuleBasedStateMachine):
             self.bring_back(seq, past)
         assert self.tier.used == in_tier
 
+    @precondition(lambda self: self.has_tokens() and self.settled())
+    @rule(
+        which=WHICH, counts=COUNTS, stays=WHICH, others=st.booleans(), leaves=st.booleans()
+    )  # fmt: skip
+    def park_together(
+        self, which: int, counts: dict[int, tuple[int, int]], stays: int, others: bool, leaves: bool
+    ) -> None:
+        """Some leave with all that they alone hold, which is in the tier once, and come back."""
+        first = self.pick(which)
+        members = [*self.seqs, *self.saved]
+        members = [one for i, one in enumerate(members) if stays >> (i % 8) & 1 or one == first]
+        leavers = self.memory.leavers(members)
+        moves = self.memory.park_bytes(first, leavers)
+        if not self.tier.has(moves):
+            with self.unchanged(), pytest.raises(TierError):
+                self.memory.park(first, self.tier, leavers)
+            return
+        used, in_tier = self.used_bytes(), self.tier.used
+        self.watched = {}  # pages that are shared will have other numbers
+        self.memory.park(first, self.tier, leavers)
+        assert self.tier.used == in_tier + moves and self.used_bytes() == used - moves
+        gone = {seq: self.seqs.pop(seq) for seq in [*self.seqs] if self.memory.is_parked(seq)}
+        assert first in gone and gone.keys() <= {*members}
+        if others:
+            counts = {seq: n for seq, n in counts.items() if seq not in gone}
+            self.others_go_on(first, counts)
+        if leaves:
+            del gone[first]
+            self.memory.seq_free(first)
+        for seq in sorted(gone, key=lambda seq: (seq * 7 + which) % 5):
+            self.bring_back(seq, gone[seq])
+            self.memory.audit()
+        if not (in_tier or others or leaves):
+            assert self.unpark_all()
+            assert self.used_bytes() == used and self.tier.used == 0
+
+    def used_bytes(self) -> int:
+        return sum(pool.used * pool.page_bytes for pool in self.memory.pools)
+
     @precondition(lambda self: self.saved)
     @rule(which=WHICH, comes_back=st.booleans())
     def park_checkpoint(self, which: int, comes_back: bool) -> None:
@@ -588,6 +627,8 @@ class KindMachine(RuleBasedStateMachine):
     def unpark_checkpoint(self, name: str) -> bool:
         fits = self.memory.checkpoint_fits(name)
         before = snapshot(self.memory)
+        if self.memory.checkpoints.get(name).parked:
+            self.watched = {}  # it may have left together with others
         try:
             self.memory.checkpoint_unpark(name)
         except OutOfMemory:
@@ -614,7 +655,7 @@ class KindMachine(RuleBasedStateMachine):
         """The last page that is read back cannot be."""
         loads = itertools.count(1)
         real = _OnHost.load
-        last = sum(len(part.stored) for part in self.memory._parked[seq].parts)
+        last = sum(len(part.away) for part in self.memory._parked[seq].parts)
         if last == 0:
             return  # it shares all its pages with others, and none was moved
 
@@ -652,6 +693,8 @@ class KindMachine(RuleBasedStateMachine):
     def restore(self, seq: int, which: int) -> None:
         name = sorted(self.saved)[which % len(self.saved)]
         fits, before = self.memory.checkpoint_fits(name), snapshot(self.memory)
+        if self.memory.checkpoints.get(name).parked:
+            self.watched = {}
         try:
             self.memory.checkpoint_restore(seq, name)
         except OutOfMemory:
@@ -819,6 +862,13 @@ def random_step(machine: KindMachine, rng: random.Random) -> None:
         (1, True, lambda: machine.update(True)),
         (3, not settled, lambda: machine.failure_while_updating(maybe, number(4))),
         (2, full and settled, lambda: machine.park(which, counts(4), maybe, which < 200)),
+        (
+            2,
+            full and settled,
+            lambda: machine.park_together(
+                which, counts(4), rng.choice([255, 255, which]), maybe, which < 200
+            ),
+        ),
         (4, full and len(machine.saved) < 5, lambda: machine.save(which, maybe)),
         (4, saved, lambda: machine.restore(seq, which)),
         (2, saved, lambda: machine.delete(which)),

@@ -210,7 +210,9 @@ def test_a_rewind_does_without_what_a_tier_cannot_read(tmp_path: Path) -> None:
         s.append([5] * 40)
         memory, room = llm.engine.memory, llm.engine.room
         for name in list(memory.checkpoints.by_name):
-            room.park_checkpoint(name, memory.pages_of([s.sequence.id]))
+            room.park_checkpoint(name)
+            together = memory.leavers([*memory.checkpoints.by_name])
+            room.park_checkpoint(name, together)
         (disk,) = llm.engine.tiers.tiers
         assert disk.used
 

@@ -94,7 +94,9 @@ class House:
         giving: Any = CountingRoom(self.memory, self.scheduler.active)
         memory: Any = self.memory
         prefixes: Any = NoPrefixes()
-        self.planner = Planner(self.scheduler, memory, giving, prefixes, self._fail)
+        self.planner = Planner(
+            self.scheduler, memory, giving, prefixes, self._fail, prefixes.start_over
+        )
 
     def _fail(self, sequence: Sequence, error: QuireError) -> None:
         self.failed.append(sequence.id)

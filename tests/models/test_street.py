@@ -1,0 +1,89 @@
+"""Two models on one budget, used by many at once, hold what their tokens say."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import quire
+from tests import session_kinds
+from tests.model_folders import model_folder
+from tests.session_street import Street
+from tests.session_truth import Truth
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "dense": {"type_k": "f32", "type_v": "bf16"},
+    "window": {"type_v": "f32"},
+    "moe": {"type_k": "f16", "type_v": "f16", "exact_batches": False, "page_tokens": 32},
+    "hybrid": {"type_k": "f32", "type_v": "f16"},
+    "recurrent": {},
+    "tiny-hybrid35": {"type_k": "q8_0", "type_v": "q8_0", "page_tokens": 32},
+}
+NEXT_DOOR = {
+    "dense": "window", "window": "hybrid", "moe": "dense", "hybrid": "moe", "recurrent": "dense",
+    "tiny-hybrid35": "window",
+}  # fmt: skip
+ROOM = {"dense": 50e3, "window": 60e3, "moe": 70e3, "hybrid": 400e3, "recurrent": 2e6,
+        "tiny-hybrid35": 5e6}  # fmt: skip
+"""Bytes that make it tight, beside weights and arrays."""
+ARRAYS = {"dense": 300e3, "window": 300e3, "moe": 400e3, "hybrid": 500e3, "recurrent": 1e6,
+          "tiny-hybrid35": 1.5e6}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def write(kind: str, folder: Path) -> Path:
+    """A small model of a kind."""
+    if kind.startswith("tiny-"):
+        return model_folder(kind, folder)
+    return session_kinds.write(kind, folder)
+
+
+def street(kind: str, folder: Path, seeds: range, deeds: int) -> None:
+    """So many deeds in each of some tight worlds."""
+    other, usual = NEXT_DOOR[kind], {"n_ctx": session_kinds.N_CTX, "threads": 1}
+    path, beside = write(kind, folder), write(other, folder)
+    with (
+        quire.load(path, **usual, **SETTINGS[kind]) as plenty,
+        quire.load(beside, **usual, **SETTINGS[other]) as more,
+    ):
+        truths = Truth(plenty), Truth(more)
+        for seed in seeds:
+            rng = random.Random(seed)
+            room = rng.choice([1, 1.5, 3]) * ROOM[kind] + ARRAYS[kind] + ARRAYS[other]
+            weights = plenty.model.weight_bytes + more.model.weight_bytes
+            tight: dict[str, Any] = {
+                "memory_budget": int(weights + room),
+                "swap_space": rng.choice([0, int(ROOM[kind]), "1GiB", "1GiB"]),
+            }  # fmt: skip
+            speed = rng.choice([0.0, 1e-3, 1e6])
+            with (
+                quire.load(path, **tight, **usual, **SETTINGS[kind]) as llm,
+                quire.load(beside, beside=llm, **usual, **SETTINGS[other]) as door,
+            ):
+                for one in (llm, door):
+                    one.engine.room._seconds_per_token = lambda speed=speed: speed
+                Street(llm, truths[0], seed, folder, next_door=(door, truths[1])).run(deeds)
+            assert llm.budget.used == 0, llm.budget.breakdown
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_two_models_on_one_budget_hold_what_their_tokens_say(kind: str, tmp_path: Path) -> None:
+    street(kind, tmp_path, range(1), 50)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_two_models_on_one_budget_for_long(kind: str, tmp_path: Path) -> None:
+    street(kind, tmp_path, range(100, 130), 200)
