@@ -23,7 +23,7 @@ from quire.memory.memory import Memory
 from quire.memory.pages.pool import PagePool
 from quire.memory.prefix.keys import Keys
 from quire.memory.status import Status
-from quire.memory.tiers.parking import ParkedPages
+from quire.memory.tiers.parking import Away
 from quire.memory.tokens import Tokens
 from tests import session_kinds
 from tests.models.test_session_oracle import one_world
@@ -50,14 +50,8 @@ def an_interrupt_lands_in_the_middle_of_a_step(patch: Patch) -> None:
 
 @bug("dense")
 def pages_come_back_from_a_tier_in_the_wrong_order(patch: Patch) -> None:
-    real = ParkedPages.bring_back
-
-    def bring_back(parked: ParkedPages) -> Any:
-        whole = real(parked)
-        whole[parked.moved] = whole[parked.moved][::-1]
-        return whole
-
-    patch.setattr(ParkedPages, "bring_back", bring_back)
+    real = Away.arrive
+    patch.setattr(Away, "arrive", lambda away, fresh: real(away, fresh[::-1]))
 
 
 @bug("dense")
@@ -193,16 +187,29 @@ def a_mark_comes_back_with_zeros(patch: Patch) -> None:
 
 @bug("dense")
 def a_page_is_read_back_short(patch: Patch) -> None:
-    real = ParkedPages.bring_back
+    real = Away.read
 
-    def bring_back(parked: ParkedPages) -> Any:
-        whole = real(parked)
-        if parked.n_moved:
-            last = parked.pool.bytes.read(whole[parked.moved][-1:])[0]
-            last[: len(last) // 8] = 0
-        return whole
+    def read(away: Away) -> Any:
+        fresh = real(away)
+        last = away.pool.bytes.read(fresh[-1:])[0]
+        last[: len(last) // 8] = 0
+        return fresh
 
-    patch.setattr(ParkedPages, "bring_back", bring_back)
+    patch.setattr(Away, "read", read)
+
+
+@bug("dense")
+def forks_that_come_back_together_both_append(patch: Patch) -> None:
+    real = Away.arrive
+
+    def arrive(away: Away, fresh: Any) -> None:
+        holders = list(away.holders)
+        real(away, fresh)
+        if len(holders) > 1:
+            away.pool.frozen[fresh] = 0
+            away.pool.appender[fresh] = max(part.seq for part, _ in holders)
+
+    patch.setattr(Away, "arrive", arrive)
 
 
 @pytest.fixture(autouse=True)
