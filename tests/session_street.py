@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 import quire
+from quire.api.perplexity import perplexity
 from quire.errors import QuireError
 from tests.session_crowd import Crowd, _joined, _refusable, _started
 from tests.session_oracle import Oracle
@@ -24,6 +25,14 @@ SHAPES: list[quire.Json | quire.Regex | quire.Grammar] = [
     quire.Grammar('start: ("ab" | "cd")+ "!"'),
     quire.Regex("[0-9]{1,3}(,[0-9]{1,3}){2,5}"),
 ]  # fmt: skip
+CHANCES: list[dict[str, Any]] = [
+    {}, {"frequency_penalty": 0.3, "presence_penalty": 0.2},
+    {"temperature": 0.8, "seed": 5, "top_p": 0.9}, {"temperature": 1.2, "seed": 6, "mirostat": 2},
+    {"temperature": 0.9, "seed": 7, "xtc_probability": 0.5, "xtc_threshold": 0.01},
+    {"dry_multiplier": 0.9, "dry_allowed_length": 1, "logit_bias": {9: 3.0, 40: -2.0}},
+    {"temperature": 1.0, "seed": 8, "min_p": 0.02, "typical_p": 0.8, "top_n_sigma": 2.0},
+]  # fmt: skip
+"""Ways to choose, some of which remember what came before."""
 
 
 class Street(Crowd):
@@ -82,10 +91,10 @@ class Street(Crowd):
         if shadow:
             past = shadow.past
         how: dict[str, Any] = {
-            "constraint": self.rng.choice(SHAPES), "max_tokens": self.rng.choice([3, 12, 30]),
+            "constraint": self.rng.choice([None, *SHAPES]),
+            "max_tokens": self.rng.choice([3, 12, 30]),
             "stop": self.rng.choice([None, None, "}", ["b!", "c"]]),
-            "logprobs": self.rng.choice([None, 0, 3]), "frequency_penalty": 0.3,
-            **self.rng.choice([{}, {"temperature": 0.8, "seed": 5, "top_p": 0.9}]),
+            "logprobs": self.rng.choice([None, 0, 3]), **self.rng.choice(CHANCES),
         }  # fmt: skip
         wanted = self.truth.llm.generate(past.tokens, cache_salt=self.truth._salt(), **how)
         way = self.rng.choice(self.ways)
@@ -220,6 +229,10 @@ class Street(Crowd):
             self.read()
         done, found = self.tried(lambda: asyncio.run(self.llm.aembed(texts, "mean")))
         assert not done or np.array_equal(found, vectors)
+        text = "".join(self.rng.choices("abcde ", k=200))
+        wanted_figure = perplexity(self.truth.llm, text, 60).perplexity
+        done, figure = self.tried(lambda: perplexity(self.llm, text, 60).perplexity)
+        assert not done or figure == wanted_figure
 
     def timed_out(self) -> None:
         """A coroutine that has too little time, on a session that goes on afterwards."""

@@ -1,4 +1,4 @@
-"""The engine: `step()` is the whole story; the rest lets requests in."""
+"""The engine: `step()` is the whole story; `admission` lets requests in."""
 
 from __future__ import annotations
 
@@ -8,23 +8,20 @@ from contextlib import suppress
 from time import perf_counter
 from typing import NamedTuple
 
-from quire.devices.budget import Budget
-from quire.engine.choose import choose, choose_first
+from quire.engine.admission import Admission
+from quire.engine.choose import choose
 from quire.engine.constrain import Constrainer, Matcher
-from quire.engine.drafter import Source
 from quire.engine.drafting import Round
 from quire.engine.flight import Flight
-from quire.engine.generation import Generation, StopRules, Transcript, make_sampler
+from quire.engine.generation import Transcript
 from quire.engine.judge import judge
-from quire.engine.odds import Odds
 from quire.engine.plan import Accepted, Plan
 from quire.engine.planner import Planner
 from quire.engine.prefix_cache import PrefixCache
 from quire.engine.request import Request
 from quire.engine.runner import Runner, for_callers
-from quire.engine.sequence import Sequence, check_whole
-from quire.engine.sequences import Sequences
-from quire.errors import QuireError, RequestError
+from quire.engine.sequence import Sequence
+from quire.errors import QuireError
 from quire.memory.groups.layout import Int32
 from quire.memory.lease import Lease
 from quire.memory.memory import Memory
@@ -47,16 +44,14 @@ class Launched(NamedTuple):
     """Where the device chooses by itself, and the next step may be launched before this ends."""
 
 
-class Engine(Sequences):
+class Engine(Admission):
     """Requests over one model and one memory. One caller at a time: see `loop.py`."""
 
     def __init__(
         self, runner: Runner, memory: Memory, prefix: PrefixCache, tiers: Tiers, n_ctx: int,
         constrainer: Constrainer, end_ids: Iterable[int] = (), max_tokens: int = 512,
     ) -> None:  # fmt: skip
-        super().__init__(runner, memory, prefix, tiers, n_ctx, max_tokens)
-        self.constrainer = constrainer
-        self.end_ids = frozenset(end_ids)
+        super().__init__(runner, memory, prefix, tiers, n_ctx, constrainer, end_ids, max_tokens)
         self.planner = Planner(
             self.scheduler, memory, self.room, prefix, self._fail, self.history.start_over
         )
@@ -64,6 +59,19 @@ class Engine(Sequences):
         """A step that the device works on, and whose tokens nobody has read yet."""
         self._outputs: list[StepOutput] = []
         self.budget.whole.lenders.append(self.room.lend)
+
+    def start(
+        self, sequence: Sequence, request: Request, matcher: Matcher | None = None,
+        text: Transcript | None = None,
+    ) -> list[StepOutput]:  # fmt: skip
+        """Lets a sequence generate; returns its first token where the logits for it are known.
+
+        `matcher` is the request's constraint, compiled; stop strings are found in `text`.
+        """
+        if (first := self.admit(sequence, request, matcher, text)) is not None:
+            self._gain([first])
+        outputs, self._outputs = self._outputs, []
+        return outputs
 
     def step(self) -> list[StepOutput]:
         """Computes some tokens of everybody who has any to compute."""
@@ -270,83 +278,6 @@ class Engine(Sequences):
         """Forgets what a step that broke off still has to tell of a sequence: who asked has left,
         and who goes on with it did not ask."""
         self._outputs = [output for output in self._outputs if output.sequence != sequence.id]
-
-    # -- requests -------------------------------------------------------------------------------
-
-    def start(
-        self, sequence: Sequence, request: Request, matcher: Matcher | None = None,
-        text: Transcript | None = None,
-    ) -> list[StepOutput]:  # fmt: skip
-        """Lets a sequence generate; returns its first token where the logits for it are known.
-
-        `matcher` is the request's constraint, compiled; stop strings are found in `text`.
-        """
-        self.check_open()
-        check_whole(sequence)
-        prompt = self.prompt_of(sequence.length, request.tokens)
-        self._check_sampling(request)
-        n_tokens = sequence.length + len(request.tokens)
-        if not n_tokens:
-            raise RequestError("there is nothing to continue: the prompt has no tokens", "prompt")
-        if n_tokens >= self.n_ctx:
-            raise self.too_long(n_tokens)
-        sampling = request.sampling
-        sampler = make_sampler(self.ops, sampling, self.constrainer.tokens_with)
-        if sequence.length:
-            sampler.observe_prompt(sequence.tokens.array())
-        sampler.observe_prompt(prompt)
-        rules = StopRules(self.end_ids, min(sampling.max_tokens, self.n_ctx - n_tokens), text)
-        drafter = request.speculate.start(self, sequence) if request.speculate else None
-        generation = Generation(sampling, sampler, matcher, rules, drafter)
-        sequence.start(generation, request.owner, request.priority)
-        try:
-            self._take_prompt(sequence, request, prompt)
-            if sequence.pending == 0:
-                self._gain([choose_first(sequence, self.ops, self.n_vocab)])
-        except BaseException:
-            self.stop(sequence)
-            raise
-        outputs, self._outputs = self._outputs, []
-        return outputs
-
-    def _take_prompt(self, sequence: Sequence, request: Request, prompt: Int32) -> None:
-        """Puts the prompt behind what is there, and finds what of it need not be computed."""
-        if not sequence.length:
-            sequence.use_salt(request.salt)
-            sequence.extend(prompt)
-            self.prefix.enter(sequence, self.scheduler.active)
-            self.activate(sequence)
-            return
-        if not request.tokens:
-            self.history.want_logits(sequence)  # a rewind may have dropped them
-        else:
-            sequence.extend(prompt)
-        self.activate(sequence)
-        sequence.count_cached(sequence.computed)
-        self.prefix.track(sequence)
-
-    def _check_sampling(self, request: Request) -> None:
-        has = f"the vocabulary has {self.n_vocab} tokens"
-        if (token := max(request.sampling.logit_bias, default=0)) >= self.n_vocab:
-            raise RequestError(f"logit_bias names token {token}; {has}", "logit_bias")
-        if (wanted := request.sampling.logprobs or 0) > self.n_vocab:
-            raise RequestError(f"logprobs asks for {wanted} tokens; {has}", "logprobs")
-
-    # -- what drafters see ----------------------------------------------------------------------
-
-    @property
-    def budget(self) -> Budget:
-        """What its memory is taken from."""
-        return self.prefix.budget
-
-    def odds(self, key: object, start: float, burst: int = 1) -> Odds:
-        """Odds for a new generation, from what is known of those with the same key."""
-        return self.drafting.odds(key, start, burst)
-
-    @property
-    def sources(self) -> dict[object, Source]:
-        """Those who draft for its sequences, by what they were made from."""
-        return self.drafting.sources
 
 
 def _has_drafter(plan: Plan) -> bool:

@@ -93,7 +93,7 @@ def lcp(a: Ids, b: Ids) -> int:
 
 def held(index: PrefixIndex) -> list[Ids]:
     """The tokens of every entry, in order."""
-    places = [entry.place[ROOT_BYTES:] for entry in index._entries]
+    places = [entry.place[ROOT_BYTES:] for entry in index._kept.entries]
     return [tuple(np.frombuffer(place, np.int32).tolist()) for place in places]
 
 
@@ -378,7 +378,7 @@ def test_every_miss_has_a_reason(memory: Single) -> None:
 def test_what_is_remembered_of_evicted_prompts_is_bounded(
     index: PrefixIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.memory.prefix.index._REMEMBERED", 2)
+    monkeypatch.setattr("quire.memory.prefix.kept._REMEMBERED", 2)
     for first in (1, 2, 1, 3):
         keep(index, first, 0, 0, 0)
         index.evict_one()
@@ -473,7 +473,7 @@ def test_the_index_itself_is_bounded(memory: Single, clock: Clock) -> None:
     big = compute(index, *range(50))
     assert not index.insert(big, range(50)) and len(held(index)) == 3
     stats = index.stats()
-    assert stats["bytes_index"] == index.max_bytes and stats["evictions"] == 2
+    assert stats["bytes_index"] == 3 * (ROOT_BYTES + 4 * 4) and stats["evictions"] == 2
 
 
 # -- letting go -----------------------------------------------------------------------------------
@@ -837,7 +837,7 @@ class PrefixMachine(RuleBasedStateMachine):
 
     def places(self) -> Iterator[tuple[str, Ids]]:
         salts = {self.index._keys.root(salt): salt for salt in ("", "x")}
-        for found, tokens in zip(self.index._entries, held(self.index), strict=True):
+        for found, tokens in zip(self.index._kept.entries, held(self.index), strict=True):
             yield salts[found.place[:ROOT_BYTES]], tokens
 
     @invariant()
@@ -849,7 +849,7 @@ class PrefixMachine(RuleBasedStateMachine):
         assert sorted(places) == sorted(self.kept)
         saved = self.memory.checkpoints.by_name
         assert len(saved) == len(places)
-        for found, (_, tokens) in zip(self.index._entries, places, strict=True):
+        for found, (_, tokens) in zip(self.index._kept.entries, places, strict=True):
             read = history(self.memory.group, self.memory.saved_table(found.name))
             assert read == [(token, i) for i, token in enumerate(tokens)]
 

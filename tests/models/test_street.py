@@ -74,7 +74,10 @@ def street(kind: str, folder: Path, seeds: range, deeds: int) -> None:
             ):
                 for one in (llm, door):
                     one.engine.room._seconds_per_token = lambda speed=speed: speed
-                Street(llm, truths[0], seed, folder, next_door=(door, truths[1])).run(deeds)
+                drafts = door if door.model.n_vocab == llm.model.n_vocab else None
+                Street(llm, truths[0], seed, folder, next_door=(door, truths[1]), draft=drafts).run(
+                    deeds
+                )
             assert llm.budget.used == 0, llm.budget.breakdown
 
 
