@@ -191,7 +191,7 @@ class Sequence:
         self.shared, self.exact = record.shared, record.exact
         self._count()
         self._at_home()
-        if self.length and not self.computed:  # it was marked or copied when it was lost
+        if self.length and not (self.computed or self.edited):  # it was lost when it was copied
             self.status = LOST
 
     # -- pages ----------------------------------------------------------------------------------

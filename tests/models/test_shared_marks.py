@@ -79,6 +79,17 @@ def test_one_that_was_lost_goes_on_from_its_marks(kind: str, tmp_path: Path) -> 
             assert np.array_equal(twin.logits(), wanted)
 
 
+def test_a_copy_of_one_edited_token_is_whole(tmp_path: Path) -> None:
+    """Memory holds nothing of it yet, which is not to be taken for a loss."""
+    path = session_kinds.write("dense", tmp_path)
+    with quire.load(path, n_ctx=160, threads=1) as llm, llm.session() as s:
+        mark = s.append([8, 9]).remove(0, 1).checkpoint()
+        with s.fork() as twin:
+            assert np.array_equal(twin.logits(), llm.logits([9])[-1])
+        assert s.append([5]).rewind(mark).tokens == [9]
+        assert np.array_equal(s.logits(), llm.logits([9])[-1])
+
+
 def test_forks_leave_and_return_as_a_family(tmp_path: Path) -> None:
     """Each went on by itself; what they have in common is there once, wherever it is."""
     path = session_kinds.write("dense", tmp_path)
