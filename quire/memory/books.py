@@ -12,7 +12,8 @@ from quire.memory.checkpoint import Checkpoint, Checkpoints
 from quire.memory.groups.group import AnyGroup
 from quire.memory.groups.layout import Int32
 from quire.memory.lease import AppendTransaction, Lease
-from quire.memory.pages.pool import Demand, PagePool, fit_together
+from quire.memory.pages.demand import Demand, by_pool, fit_together
+from quire.memory.pages.pool import PagePool
 from quire.memory.tiers.parking import Parked
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ class Books:
         for seq, count in parked:
             whole += [(part.pool, part.n_moved) for part in self._parked[seq].parts]
             whole += [need for group in self.groups for need in group.most_pages(1, count)]
-        return _by_pool(whole)
+        return by_pool(whole)
 
     def room_for_draft(self, seq: int) -> int:
         """The most new tokens of which a step can keep any number; `fits` says if there is room."""
@@ -270,11 +271,3 @@ class Books:
         """The tables of all sequences and checkpoints whose pages are here."""
         saved = self.checkpoints.by_name.values()
         return [*self._tables.values(), *(c.tables for c in saved if c.parked is None)]
-
-
-def _by_pool(demand: Demand) -> Demand:
-    """Each pool once, with all that is wanted of it."""
-    whole: dict[int, tuple[PagePool, int]] = {}
-    for pool, n in demand:
-        whole[id(pool)] = (pool, n + whole.get(id(pool), (pool, 0))[1])
-    return list(whole.values())

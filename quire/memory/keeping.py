@@ -12,7 +12,8 @@ from quire.errors import RequestError
 from quire.memory.books import Books, Tables
 from quire.memory.checkpoint import Checkpoint
 from quire.memory.groups.layout import Int32
-from quire.memory.pages.pool import PagePool, fit_together
+from quire.memory.pages.demand import fit_together
+from quire.memory.pages.pool import PagePool
 from quire.memory.tiers.parking import Counts, Parked, all_here, leaving, move_out
 from quire.memory.tiers.tiers import Tier
 

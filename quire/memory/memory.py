@@ -24,7 +24,7 @@ from quire.memory.contexts import BatchContext, FullContext, MemoryContext, Upda
 from quire.memory.groups.group import Change, Holding
 from quire.memory.groups.layout import Int32
 from quire.memory.keeping import Keeping
-from quire.memory.pages.pool import Demand, fit_together
+from quire.memory.pages.demand import Demand, fit_together
 from quire.memory.saved import read, write
 from quire.memory.saved.types import Extra, Found, StateFlags, StateRead
 from quire.memory.stats import Footprint, GroupStats

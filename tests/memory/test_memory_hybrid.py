@@ -32,7 +32,7 @@ from quire.memory.groups.recurrent import RecurrentGroup
 from quire.memory.groups.state_layout import RecurrentSpec
 from quire.memory.groups.window import WindowGroup
 from quire.memory.memory import Memory
-from quire.memory.pages.pool import fit_together
+from quire.memory.pages.demand import fit_together
 from quire.memory.status import Status
 
 ALL = "window, attention and recurrent"

@@ -17,7 +17,8 @@ from quire.devices.device import Backing, PageWork
 from quire.devices.host import HostBacking, HostDevice
 from quire.errors import BudgetError, PagesError
 from quire.memory.audit import Holder, audit_pool
-from quire.memory.pages.pool import POISON, PagePool, fit_together
+from quire.memory.pages.demand import fit_together
+from quire.memory.pages.pool import POISON, PagePool
 
 linux = pytest.mark.skipif(not Path("/proc/self/pagemap").exists(), reason="asks /proc")
 OS_PAGE = HostDevice.granularity

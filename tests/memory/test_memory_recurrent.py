@@ -26,7 +26,8 @@ from quire.memory.groups.state_layout import RecurrentSpec, StateLayout
 from quire.memory.groups.state_table import StateTable
 from quire.memory.groups.views import StateView
 from quire.memory.memory import Memory
-from quire.memory.pages.pool import PagePool, fit_together
+from quire.memory.pages.demand import fit_together
+from quire.memory.pages.pool import PagePool
 
 LOG = 4
 Float = NDArray[np.float32]

@@ -16,7 +16,8 @@ from quire.memory.groups.table import HOLE, Mask, Table
 from quire.memory.groups.table_append import TableAppend, TableRows, plan_growth
 from quire.memory.groups.update import TableUpdate, has_holes, update_pages
 from quire.memory.groups.views import PageView
-from quire.memory.pages.pool import Demand, PagePool
+from quire.memory.pages.demand import Demand
+from quire.memory.pages.pool import PagePool
 from quire.memory.stats import GroupStats, table_stats
 
 _MAX_SLOTS = 2**31 - 1  # kernels number slots with int32

@@ -17,7 +17,8 @@ from quire.devices.device import Device, PageWork
 from quire.memory.groups.layout import AttentionLayout, Int32
 from quire.memory.groups.state_layout import StateLayout
 from quire.memory.groups.views import View
-from quire.memory.pages.pool import Demand, PagePool
+from quire.memory.pages.demand import Demand
+from quire.memory.pages.pool import PagePool
 from quire.memory.pages.reserved import ReservedPages
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ from quire.memory.groups.state_layout import StateLayout
 from quire.memory.groups.state_pools import StatePools
 from quire.memory.groups.state_table import StateTable, audit_state
 from quire.memory.groups.views import StateView
-from quire.memory.pages.pool import Demand, PagePool
+from quire.memory.pages.demand import Demand
+from quire.memory.pages.pool import PagePool
 from quire.memory.stats import GroupStats, pool_stats
 
 _MAX_PAGES = 2**31 - 1  # kernels number pages with int32

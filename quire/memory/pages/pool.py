@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import suppress
 
 import numpy as np
@@ -318,27 +317,3 @@ class PagePool:
     def wipe(self) -> None:
         """Zeroes all bytes that the pool still has from the system."""
         self.bytes.fill(np.flatnonzero(np.frombuffer(self.commitment.backed, np.uint8)), 0)
-
-
-Demand = list[tuple[PagePool, int]]
-"""Pages that are wanted of pools."""
-
-
-def fit_together(demand: Iterable[tuple[PagePool, int]]) -> bool:
-    """Whether so many pages of each of these pools could be allocated now, budget by budget."""
-    by_budget: dict[int, Demand] = {}
-    for pool, n in demand:
-        if n > pool.max_pages - pool.used:
-            return False
-        if n:
-            by_budget.setdefault(id(pool.budget.whole), []).append((pool, n))
-    return all(_fits_budget(wanted) for wanted in by_budget.values())
-
-
-def _fits_budget(demand: Demand) -> bool:
-    budget = demand[0][0].budget
-    enough = budget.free // len(demand)
-    if sum(pool.price(n, enough) for pool, n in demand) <= budget.free:
-        return True
-    budget.reclaim()
-    return sum(pool.price(n, 0) for pool, n in demand) <= budget.free

@@ -8,7 +8,8 @@ from quire.devices.budget import Budget
 from quire.errors import BudgetError, PagesError
 from quire.memory.groups.group import AnyGroup
 from quire.memory.groups.table import Table
-from quire.memory.pages.pool import PagePool, fit_together
+from quire.memory.pages.demand import fit_together
+from quire.memory.pages.pool import PagePool
 from quire.memory.saved.format import Container
 from quire.memory.saved.holders import Held, describe
 from quire.memory.saved.regroup import Regrouping
