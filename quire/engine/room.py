@@ -113,12 +113,19 @@ class Room:
         resting = self._resting(needy)
         if any(map(self.park, resting)):
             return True
-        together = self._memory.leavers([s.id for s in resting])
+        size, leavers = self._memory.park_bytes, self._memory.leavers
+        together = leavers([s.id for s in resting])
         if any(self.park(s, together) for s in resting):
             return True
+        stuck = any(size(s.id, together) for s in resting)
         whole = [s for s in resting if not s.edited]
-        together = self._memory.leavers([s.id for s in whole])
-        return self._lose_one(s for s in whole if self._memory.park_bytes(s.id, together))
+        together = leavers([s.id for s in whole])
+        lost = self._lose_one(s for s in whole if size(s.id, together))
+        return lost or (stuck and self._lose_parked(whole))
+
+    def _lose_parked(self, resting: list[Sequence]) -> bool:
+        """No tier has room for what could go there: one that does so already is lost."""
+        return self._lose_one(s for s in resting if s.status is PARKED and not s.edited)
 
     def _resting(self, needy: Sequence | None) -> list[Sequence]:
         """Those that hold something, and have nothing to compute."""
@@ -141,8 +148,7 @@ class Room:
         if any(self.park_checkpoint(name, together) for name in marks):
             return True
         stuck = any(self._memory.checkpoint_park_bytes(name, together) for name in marks)
-        stuck = stuck or any(self._memory.park_bytes(s.id, together) for s in resting)
-        return stuck and self._lose_one(s for s in resting if not s.edited)  # so that a tier has
+        return stuck and self._lose_parked(resting)
 
     def park_cached(self, name: str, tokens: int) -> bool:
         """Moves a cached prefix to a tier, if it is sooner read back than computed again."""
