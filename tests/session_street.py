@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -52,7 +53,15 @@ class Street(Crowd):
     def look(self) -> None:
         """At both."""
         super().look()
+        for shadow in self.shadows:
+            self.door.saw(shadow.salt, shadow.options[-1].tokens)
         self.door.look()
+
+    def saw(self, salt: str, tokens: Iterable[int]) -> None:
+        """Who drafts for a salt has its tokens too."""
+        tokens = tuple(tokens)
+        super().saw(salt, tokens)
+        self.door.saw(salt, tokens)
 
     def end(self) -> None:
         """Of both."""
@@ -67,7 +76,11 @@ class Street(Crowd):
 
     def both(self) -> None:
         """Something there, while threads have answers made here."""
-        asked = [self.thread_goes_on(shadow) for shadow in self.resting(40)]
+        resting = self.resting(40)
+        for shadow in resting:
+            answer = self.truth.go_on(shadow.past, 8)
+            self.door.saw(shadow.salt, [*shadow.past.tokens, *answer])
+        asked = [self.thread_goes_on(shadow) for shadow in resting]
         found: list[Any] = [None] * len(asked)
 
         def run(i: int) -> None:

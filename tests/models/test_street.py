@@ -19,20 +19,32 @@ from tests.session_truth import Truth
 SETTINGS: dict[str, dict[str, Any]] = {
     "dense": {"type_k": "f32", "type_v": "bf16"},
     "window": {"type_v": "f32"},
-    "moe": {"type_k": "f16", "type_v": "f16", "exact_batches": False, "page_tokens": 32},
+    "moe": {"exact_batches": False, "page_tokens": 32},
     "hybrid": {"type_k": "f32", "type_v": "f16"},
     "recurrent": {},
+    "tiny-dense": {"type_k": "q8_0", "type_v": "f32"},
+    "tiny-window": {"type_k": "f32"},
+    "tiny-moe": {"type_k": "f16", "type_v": "q4_0"},
+    "tiny-hybrid": {"type_v": "q8_0"},
     "tiny-hybrid35": {"type_k": "q8_0", "type_v": "q8_0", "page_tokens": 32},
+    "tiny-recurrent": {},
 }
+"""Those that are tiny were trained: more of what is drafted for them is right."""
 NEXT_DOOR = {
     "dense": "window", "window": "hybrid", "moe": "dense", "hybrid": "moe", "recurrent": "dense",
-    "tiny-hybrid35": "window",
+    "tiny-dense": "tiny-hybrid", "tiny-hybrid35": "window",
 }  # fmt: skip
-ROOM = {"dense": 50e3, "window": 60e3, "moe": 70e3, "hybrid": 400e3, "recurrent": 2e6,
-        "tiny-hybrid35": 5e6}  # fmt: skip
+ROOM = {
+    "dense": 50e3, "window": 60e3, "moe": 70e3, "hybrid": 400e3, "recurrent": 2e6,
+    "tiny-dense": 180e3, "tiny-window": 300e3, "tiny-moe": 500e3, "tiny-hybrid": 4e6,
+    "tiny-hybrid35": 5e6, "tiny-recurrent": 6e6,
+}  # fmt: skip
 """Bytes that make it tight, beside weights and arrays."""
-ARRAYS = {"dense": 300e3, "window": 300e3, "moe": 400e3, "hybrid": 500e3, "recurrent": 1e6,
-          "tiny-hybrid35": 1.5e6}  # fmt: skip
+ARRAYS = {
+    "dense": 300e3, "window": 300e3, "moe": 400e3, "hybrid": 500e3, "recurrent": 1e6,
+    "tiny-dense": 800e3, "tiny-window": 1.7e6, "tiny-moe": 2e6, "tiny-hybrid": 1.8e6,
+    "tiny-hybrid35": 1.5e6, "tiny-recurrent": 2e6,
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +64,7 @@ def write(kind: str, folder: Path) -> Path:
 
 def street(kind: str, folder: Path, seeds: range, deeds: int) -> None:
     """So many deeds in each of some tight worlds."""
-    other, usual = NEXT_DOOR[kind], {"n_ctx": session_kinds.N_CTX, "threads": 1}
+    other, usual = NEXT_DOOR.get(kind, "tiny-dense"), {"n_ctx": session_kinds.N_CTX, "threads": 1}
     path, beside = write(kind, folder), write(other, folder)
     with (
         quire.load(path, **usual, **SETTINGS[kind]) as plenty,
@@ -81,7 +93,9 @@ def street(kind: str, folder: Path, seeds: range, deeds: int) -> None:
             assert llm.budget.used == 0, llm.budget.breakdown
 
 
-@pytest.mark.parametrize("kind", SETTINGS)
+@pytest.mark.parametrize(
+    "kind", ["dense", "window", "recurrent", "tiny-moe", "tiny-hybrid", "tiny-hybrid35"]
+)
 def test_two_models_on_one_budget_hold_what_their_tokens_say(kind: str, tmp_path: Path) -> None:
     street(kind, tmp_path, range(1), 50)
 
