@@ -32,6 +32,12 @@ def sampling_of(sampling: Sampling | None, fields: SamplingFields) -> Sampling:
         sampling = _USUAL
     if not isinstance(sampling, Sampling):
         raise RequestError(f"sampling is a quire.Sampling, not {sampling!r:.80}")
+    known = Sampling.__dataclass_fields__
+    if unknown := [name for name in fields if name not in known]:
+        raise RequestError(
+            f"unknown argument {', '.join(unknown)}; there are stop, speculate, constraint, for a "
+            f"prompt n, best_of, cache_salt, and for sampling {', '.join(sorted(known))}"
+        )
     return sampling.replace(**fields)
 
 

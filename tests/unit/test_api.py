@@ -192,6 +192,12 @@ def test_unknown_settings_are_refused(path: Path) -> None:
         quire.load(path, n_ctxx=5)
 
 
+def test_unknown_arguments_are_told_with_all_that_are_known(llm: quire.LLM) -> None:
+    for ask in (llm.generate, llm.stream, lambda prompt, **how: llm.session().generate(**how)):
+        with pytest.raises(RequestError, match=r"unknown argument stops; .*\bstop\b.*max_tokens"):
+            ask("a", stops="b")  # type: ignore[operator]
+
+
 def test_chat_uses_the_files_template(llm: quire.LLM) -> None:
     tokens = llm.chat_tokens([{"role": "user", "content": "hi"}])
     assert llm.decode(tokens) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
