@@ -64,9 +64,9 @@ class Street(Crowd):
         self.door.saw(salt, tokens)
 
     def end(self) -> None:
-        """Of both."""
-        self.door.end()
+        """Of both: first of those that are drafted for."""
         super().end()
+        self.door.end()
 
     def next_door(self) -> None:
         """Something there."""
