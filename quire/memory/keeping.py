@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from time import perf_counter_ns
 from typing import NamedTuple
 
@@ -35,9 +35,7 @@ class Keeping(Books):
 
         They are what nobody else holds; or nobody but those who may leave with it.
         """
-        parked = self._parked.get(seq)
-        held = self.holdings(self.tables(seq)) if parked is None else parked.kept
-        return _bytes_leaving(held, leavers)
+        return self._bytes_leaving(seq, leavers)
 
     def park(self, seq: int, tier: Tier, leavers: Leavers | None = None) -> None:
         """Moves a sequence's own pages to a tier; until `unpark` it only has positions.
@@ -62,6 +60,10 @@ class Keeping(Books):
             return self.held_by(self.checkpoints.get(one))
         parked = self._parked.get(one)
         return self.holdings(self.tables(one)) if parked is None else parked.kept
+
+    def _bytes_leaving(self, one: int | str, leavers: Leavers | None) -> int:
+        counts, held = leavers and leavers.counts, self._held_here(one)
+        return sum(int(leaving(p, ids, counts).sum()) * p.page_bytes for p, ids, _ in held)
 
     def _move_out(self, one: int | str, tier: Tier, leavers: Leavers | None) -> None:
         """Moves pages to a tier; whoever holds any of them is parked then."""
@@ -201,7 +203,7 @@ class Keeping(Books):
 
     def checkpoint_park_bytes(self, name: str, leavers: Leavers | None = None) -> int:
         """Bytes that parking a checkpoint would move, as `park_bytes` counts them."""
-        return _bytes_leaving(self.held_by(self.checkpoints.get(name)), leavers)
+        return self._bytes_leaving(name, leavers)
 
     def checkpoint_park(self, name: str, tier: Tier, leavers: Leavers | None = None) -> None:
         """Moves a checkpoint's own pages to a tier, and what it shares with some who may leave."""
@@ -225,8 +227,3 @@ class Keeping(Books):
         """Bytes of memory that nobody but this checkpoint keeps alive."""
         held = self.held_by(self.checkpoints.get(name))
         return sum(int((pool.refs[pages] == 1).sum()) * pool.page_bytes for pool, pages, _ in held)
-
-
-def _bytes_leaving(held: Iterable[tuple[PagePool, Int32, Int32]], leavers: Leavers | None) -> int:
-    counts = leavers and leavers.counts
-    return sum(int(leaving(pool, ids, counts).sum()) * pool.page_bytes for pool, ids, _ in held)
