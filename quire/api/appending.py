@@ -11,8 +11,8 @@ from quire.api.marks import Marked
 from quire.api.requests import Requests
 from quire.api.stream import off_the_loop
 from quire.engine.endings import Holder
-from quire.engine.history import WayBack
 from quire.engine.sequence import Mark, Sequence
+from quire.engine.way_back import WayBack
 from quire.engine.work import Work
 from quire.errors import QuireError
 

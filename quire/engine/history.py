@@ -11,6 +11,7 @@ from quire.engine.prefix_cache import PrefixCache
 from quire.engine.room import Rank, Room
 from quire.engine.runner import for_callers
 from quire.engine.sequence import PARKED, Mark, Record, Sequence, check_whole
+from quire.engine.way_back import WayBack
 from quire.errors import BudgetError, OutOfMemory, RequestError
 from quire.memory.memory import Memory
 from quire.memory.status import Status
@@ -277,34 +278,3 @@ class History:
 def _computed(mark: Mark) -> int:
     """How many tokens memory holds under a mark."""
     return mark.record.computed
-
-
-class WayBack:
-    """Where a sequence was before something that may fail."""
-
-    def __init__(
-        self, history: History, sequence: Sequence, length: int, mark: Mark | None
-    ) -> None:
-        self._history = history
-        self._sequence = sequence
-        self._length = length
-        self._dropped = sequence.tokens.array(length)
-        self._mark = mark
-
-    def go(self) -> None:
-        """Makes a sequence what it was."""
-        if self._mark is not None:
-            self._history.restore(self._sequence, self._mark)
-            self.drop()
-            return
-        if self._sequence.length > self._length:
-            self._history.truncate(self._sequence, self._length)
-        if len(self._dropped):
-            self._sequence.extend(self._dropped)
-            self._history.prefix.track(self._sequence)
-
-    def drop(self) -> None:
-        """It will not be needed."""
-        mark, self._mark = self._mark, None
-        if mark is not None and mark.checkpoint in self._history.memory.checkpoints.by_name:
-            self._history.memory.checkpoint_delete(mark.checkpoint)

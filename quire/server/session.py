@@ -16,9 +16,9 @@ from quire.api.session import Session
 from quire.engine.constrain import Matcher
 from quire.engine.generation import Transcript
 from quire.engine.guest import Guest, guest_holder
-from quire.engine.history import WayBack
 from quire.engine.request import Request
 from quire.engine.sequence import LOST, PARKED, Mark
+from quire.engine.way_back import WayBack
 from quire.engine.work import Job
 from quire.errors import ClosedError
 from quire.server.errors import ApiError

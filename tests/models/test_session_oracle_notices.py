@@ -13,10 +13,11 @@ import quire
 from quire.devices.device import Device
 from quire.engine import judge
 from quire.engine.endings import Endings
-from quire.engine.history import History, WayBack
+from quire.engine.history import History
 from quire.engine.prefix_cache import PrefixCache
 from quire.engine.sequence import Sequence
 from quire.engine.signals import SignalsLater
+from quire.engine.way_back import WayBack
 from quire.memory import audit
 from quire.memory.lease import Lease
 from quire.memory.memory import Memory
