@@ -19,3 +19,8 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Libraries that count what is left at the end find everything gone."""
+    gc.unfreeze()
