@@ -106,7 +106,7 @@ class Run:
         """Gives back what was held for it, besides pages; it may be called more than once."""
         self._ending: asyncio.Future[None] | None = None
         self._changed = Signal()
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None
 
     async def begin(self) -> None:
         """Puts it on the engine, or what there is a place for."""
@@ -132,7 +132,7 @@ class Run:
             await self._begin_more()
         except Exception as error:
             self._rest.clear()
-            self._failure = error
+            self.failure = error
         finally:
             self._filling = None
         self.wake()  # more may have ended meanwhile
@@ -147,7 +147,7 @@ class Run:
         for job in jobs:
             job.loop.end(job)
             if self.ask.session is not None:
-                self.ask.session.settle(job)
+                self.ask.session.settle(job, self.failure)
 
     async def _begin_scored(self, prompt: list[int], top: int) -> None:
         """A prompt's own tokens first; the first answer goes on from them, others share them."""
@@ -217,7 +217,7 @@ class Run:
 
     def fail(self, error: BaseException) -> None:
         """The engine broke down; from any thread."""
-        self._failure = error
+        self.failure = error
         self._tell()
 
     async def deltas(self) -> AsyncIterator[Delta]:
@@ -240,8 +240,8 @@ class Run:
                     yield Delta(index, text, tokens, logprobs, _finish(job) if done else None)
             if going:
                 await self._changed.wait()
-                if self._failure:
-                    raise self._failure
+                if self.failure:
+                    raise self.failure
         if self.at_end:  # before a client hears of the end, and asks for the next thing
             await self.at_end()
 

@@ -147,12 +147,14 @@ class ServedSession:
         if work.error:
             raise work.error
 
-    def settle(self, job: Job) -> None:
+    def settle(self, job: Job, failure: BaseException | None) -> None:
         """A generation is over; one that nothing came of, or that failed, is undone. On the loop.
 
-        Whoever was told of an error asks again, and nothing is to be there twice.
+        Whoever was told of an error, its own or a failure of the engine before it came to an end,
+        asks again, and nothing is to be there twice.
         """
-        if (job.error or not job.token_ids) and not self.model.llm.engine.closed:
+        broken = failure is not None and job.finish_reason in (None, "cancelled")
+        if (job.error or broken or not job.token_ids) and not self.model.llm.engine.closed:
             self._way_back.go()
         self._way_back.drop()
 

@@ -83,7 +83,7 @@ class Turn:
         assert ask.session is not None
         session, job = ask.session, self.run.jobs[0]
         self.run.close()
-        await ask.model.call(lambda: session.settle(job))
+        await ask.model.call(lambda: session.settle(job, self.run.failure))
         if self.state.settings.save_sessions == "turn":
             try:
                 await self.state.sessions.save(session)

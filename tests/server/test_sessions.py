@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from pathlib import Path
@@ -275,6 +276,33 @@ def test_what_is_refused_or_fails_leaves_a_session_as_it_was(tmp_path: Path, mod
         again = rig.chat(*talk, session_id="own")["choices"]
         rig.llm.forget()
         assert again == rig.chat(*talk)["choices"]
+        rig.http.delete("/v1/sessions/own")
+        assert rig.pages() == 0
+
+
+@pytest.mark.parametrize("model", [DENSE, HYBRID])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_step_that_breaks_leaves_a_session_as_it_was(
+    tmp_path: Path, model: str, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In an unforeseen way, in the middle of an answer: that is an error as any other."""
+    with serving(tmp_path, model) as rig:
+        rig.post("/v1/sessions", id="own", prompt=STORY)
+        before = get(rig, "/v1/sessions/own?tokens=1")["tokens"]
+        real, steps = rig.llm.engine.runner.forward, itertools.count()
+
+        def broken(plan: Any, lease: Any) -> Any:
+            if next(steps) == 4:
+                raise ValueError("something nobody thought of")
+            return real(plan, lease)
+
+        monkeypatch.setattr(rig.llm.engine.runner, "forward", broken)
+        body = {"prompt": " Then", "max_tokens": 9, "session_id": "own", "stream": stream}
+        told = rig.http.post("/v1/completions", json=body).text
+        assert "internal_error" in told and next(steps) == 5
+        monkeypatch.undo()
+        assert get(rig, "/v1/sessions/own?tokens=1")["tokens"] == before
+        assert go_on(rig, "own", " Then") == rig.complete(STORY + " Then", 6)["choices"][0]["text"]
         rig.http.delete("/v1/sessions/own")
         assert rig.pages() == 0
 
