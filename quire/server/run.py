@@ -222,14 +222,14 @@ class Run:
 
     async def deltas(self) -> AsyncIterator[Delta]:
         """What comes, until all jobs are done; raises what made one fail."""
-        seen = [0] * self.choices
-        going = set(range(self.choices))
-        while going:
+        error: BaseException | None = None
+        seen, going = [0] * self.choices, set(range(self.choices))
+        while going and error is None:
             for index in sorted(one for one in going if one < len(self.jobs)):
                 job = self.jobs[index]
                 done = job.done  # asked first: what comes later is taken next time
-                if job.error:
-                    raise job.error
+                if error := job.error:
+                    break
                 text, at = job.take(), seen[index]
                 tokens = job.token_ids[at:]
                 seen[index] += len(tokens)
@@ -238,12 +238,13 @@ class Run:
                 if text or tokens or done:
                     logprobs = job.logprobs[at : seen[index]]
                     yield Delta(index, text, tokens, logprobs, _finish(job) if done else None)
-            if going:
+            if going and error is None:
                 await self._changed.wait()
-                if self.failure:
-                    raise self.failure
+                error = self.failure
         if self.at_end:  # before a client hears of the end, and asks for the next thing
             await self.at_end()
+        if error is not None:
+            raise error
 
     def close(self) -> None:
         """Ends what still runs, before the next step, and begins no more."""

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from quire.errors import RequestError
 from quire.server.live import look_at
+from quire.server.session import ServedSession
 from tests.server.rig import DENSE, HYBRID, Rig, serving, turns
 
 STORY = "It was a dark night, and the old man went down to the river to look for his boat."
@@ -305,6 +307,30 @@ def test_a_step_that_breaks_leaves_a_session_as_it_was(
         assert go_on(rig, "own", " Then") == rig.complete(STORY + " Then", 6)["choices"][0]["text"]
         rig.http.delete("/v1/sessions/own")
         assert rig.pages() == 0
+
+
+def test_whoever_hears_of_an_error_may_ask_again_at_once(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.post("/v1/sessions", id="own", prompt=STORY)
+    real, steps, settle = rig.llm.engine.runner.forward, itertools.count(), ServedSession.settle
+
+    def broken(plan: Any, lease: Any) -> Any:
+        if next(steps) in (4, 5):  # it is tried once more, alone
+            raise RequestError("it cannot go on")
+        return real(plan, lease)
+
+    def slow(*args: Any) -> None:
+        time.sleep(0.3)
+        settle(*args)
+
+    monkeypatch.setattr(rig.llm.engine.runner, "forward", broken)
+    monkeypatch.setattr(ServedSession, "settle", slow)
+    body = {"prompt": " Then", "max_tokens": 9, "session_id": "own"}
+    with rig.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
+        assert any("it cannot go on" in line for line in answer.iter_lines())
+        assert rig.post("/v1/completions", **body)["choices"]
+    rig.http.delete("/v1/sessions/own")
 
 
 def test_a_file_for_which_there_is_no_room_may_be_opened_later(tmp_path: Path) -> None:
