@@ -211,8 +211,8 @@ class Sessions:
         name = session.id if name is None else name
         with naming("name"):
             path = self.path(name)
-        others = self.by_id.get(name, session) is not session
-        if others or (name != session.id and await asyncio.to_thread(_of_a_session, path)):
+        others = name != session.id and await asyncio.to_thread(_of_a_session, path)
+        if others or self.by_id.get(name, session) is not session:
             raise ApiError(  # the other one's own file would not outlive it
                 409, f"{name!r} is the id of another session; save under another name",
                 code="session_exists", param="name",

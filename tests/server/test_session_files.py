@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from quire.server import sessions
 from quire.server.session import ServedSession
 from tests.server.rig import DENSE, HYBRID, serving, turns
 from tests.server.test_sessions import STORY, get, go_on
@@ -137,3 +138,19 @@ def test_what_a_files_own_model_says_of_it_is_told(tmp_path: Path) -> None:
         body = {"budget_bytes": held - compute + 80_000, "model": "tiny-hybrid"}
         assert rig.http.patch("/v1/memory", json=body).status_code == 200
         assert rig.refused(503, "/v1/sessions", open="whole")["code"] == "out_of_memory"
+
+
+def test_a_name_that_becomes_an_id_meanwhile_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look at a file and the writing of it, which others' saves would write over."""
+    with serving(tmp_path, save_sessions="turn") as rig:
+        rig.post("/v1/sessions", id="own", prompt=STORY)
+        real = sessions._of_a_session
+
+        def slow(path: Path) -> bool:
+            rig.post("/v1/sessions", id="new", prompt=STORY)
+            return real(path)
+
+        monkeypatch.setattr(sessions, "_of_a_session", slow)
+        assert rig.refused(409, "/v1/sessions/own/save", name="new")["code"] == "session_exists"
