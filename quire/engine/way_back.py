@@ -23,10 +23,12 @@ class WayBack:
         self._mark = mark
 
     def go(self) -> None:
-        """Makes a sequence what it was."""
+        """Makes a sequence what it was; once, whether that can be or not."""
         if self._mark is not None:
-            self._history.restore(self._sequence, self._mark)
-            self.drop()
+            try:
+                self._history.restore(self._sequence, self._mark)
+            finally:
+                self.drop()
             return
         if self._sequence.length > self._length:
             self._history.truncate(self._sequence, self._length)
