@@ -156,7 +156,14 @@ class ServedSession:
         broken = failure is not None and job.finish_reason in (None, "cancelled")
         if (job.error or broken or not job.token_ids) and not self.model.llm.engine.closed:
             self._way_back.go()
+            self._drop_turn()
         self._way_back.drop()
+
+    def _drop_turn(self) -> None:
+        """Lets go of a mark of what was undone: its pages would be kept from others."""
+        mark, tokens = self.session.marks.get(_TURN), self.session.sequence.tokens
+        if mark and tokens.common(mark.record.tokens.array()) < len(mark.record.tokens):
+            self.session.drop(mark)
 
     def look(self) -> dict[str, Any]:
         """What clients see of it; on the loop."""

@@ -282,6 +282,18 @@ def test_what_is_refused_or_fails_leaves_a_session_as_it_was(tmp_path: Path, mod
         assert rig.pages() == 0
 
 
+def break_steps(rig: Rig, monkeypatch: pytest.MonkeyPatch, error: Exception, *at: int) -> None:
+    """Some of the steps from now on fail."""
+    real, steps = rig.llm.engine.runner.forward, itertools.count()
+
+    def forward(plan: Any, lease: Any) -> Any:
+        if next(steps) in at:
+            raise error
+        return real(plan, lease)
+
+    monkeypatch.setattr(rig.llm.engine.runner, "forward", forward)
+
+
 @pytest.mark.parametrize("model", [DENSE, HYBRID])
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_step_that_breaks_leaves_a_session_as_it_was(
@@ -291,17 +303,9 @@ def test_a_step_that_breaks_leaves_a_session_as_it_was(
     with serving(tmp_path, model) as rig:
         rig.post("/v1/sessions", id="own", prompt=STORY)
         before = get(rig, "/v1/sessions/own?tokens=1")["tokens"]
-        real, steps = rig.llm.engine.runner.forward, itertools.count()
-
-        def broken(plan: Any, lease: Any) -> Any:
-            if next(steps) == 4:
-                raise ValueError("something nobody thought of")
-            return real(plan, lease)
-
-        monkeypatch.setattr(rig.llm.engine.runner, "forward", broken)
+        break_steps(rig, monkeypatch, ValueError("nobody thought of it"), 4)
         body = {"prompt": " Then", "max_tokens": 9, "session_id": "own", "stream": stream}
-        told = rig.http.post("/v1/completions", json=body).text
-        assert "internal_error" in told and next(steps) == 5
+        assert "internal_error" in rig.http.post("/v1/completions", json=body).text
         monkeypatch.undo()
         assert get(rig, "/v1/sessions/own?tokens=1")["tokens"] == before
         assert go_on(rig, "own", " Then") == rig.complete(STORY + " Then", 6)["choices"][0]["text"]
@@ -309,22 +313,34 @@ def test_a_step_that_breaks_leaves_a_session_as_it_was(
         assert rig.pages() == 0
 
 
+def test_a_turn_that_failed_holds_no_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that cannot go back to any position marks where the next turn is likely to begin."""
+    with serving(tmp_path, HYBRID) as rig:
+        rig.post("/v1/sessions", id="own")
+        said = rig.chat("Hello there", session_id="own")["choices"][0]["message"]["content"]
+        before = get(rig, "/v1/sessions/own?tokens=1")["tokens"]
+        break_steps(rig, monkeypatch, ValueError("nobody thought of it"), 4)
+        talk = turns("Hello there", said, "And then? " * 40)
+        body = {"messages": talk, "session_id": "own", "ignore_eos": True}
+        assert rig.http.post("/v1/chat/completions", json=body).status_code == 500
+        monkeypatch.undo()
+        assert get(rig, "/v1/sessions/own?tokens=1")["tokens"] == before
+        marks = rig.state.sessions.by_id["own"].session.marks.values()
+        assert all(before[: len(mark.tokens)] == list(mark.tokens) for mark in marks)
+        rig.http.delete("/v1/sessions/own")
+
+
 def test_whoever_hears_of_an_error_may_ask_again_at_once(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig.post("/v1/sessions", id="own", prompt=STORY)
-    real, steps, settle = rig.llm.engine.runner.forward, itertools.count(), ServedSession.settle
-
-    def broken(plan: Any, lease: Any) -> Any:
-        if next(steps) in (4, 5):  # it is tried once more, alone
-            raise RequestError("it cannot go on")
-        return real(plan, lease)
+    break_steps(rig, monkeypatch, RequestError("it cannot go on"), 4, 5)  # once more, alone
+    settle = ServedSession.settle
 
     def slow(*args: Any) -> None:
         time.sleep(0.3)
         settle(*args)
 
-    monkeypatch.setattr(rig.llm.engine.runner, "forward", broken)
     monkeypatch.setattr(ServedSession, "settle", slow)
     body = {"prompt": " Then", "max_tokens": 9, "session_id": "own"}
     with rig.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
