@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import random
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -189,6 +190,9 @@ class World:
             shadow.session.close()
         self.shadows, self.streams, self.gone, self.saved = [], [], [], None
         gc.collect()
+        end = time.monotonic() + 5
+        while self.llm.engine._sequences and time.monotonic() < end:
+            time.sleep(0.05)  # who lets go while somebody computes is heard a little later
         self.llm.forget()
         self.llm.memory.audit()
         found = self.llm.memory.as_dict()
