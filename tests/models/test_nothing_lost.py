@@ -21,6 +21,7 @@ from quire.errors import OutOfMemory, QuireError, RequestError, SessionFileError
 from quire.memory.lease import Lease
 from quire.ops import Refused, cpu
 from tests import session_kinds, tiny
+from tests.models.test_session_oracle import surroundings as surroundings  # a fixture
 from tests.ops.devices import ISAS
 from tests.unit.test_session_save import forged
 
@@ -39,14 +40,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def roomy(path: Path) -> Iterator[quire.LLM]:
     with quire.load(path, n_ctx=400, threads=1) as llm:
         yield llm
-
-
-@pytest.fixture(autouse=True)
-def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def counts(llm: quire.LLM) -> dict[str, int]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,16 +12,9 @@ import pytest
 import quire
 from quire.errors import BudgetError, ContextError, RequestError
 from tests import session_kinds, tiny
+from tests.models.test_session_oracle import surroundings as surroundings  # a fixture
 from tests.session_oracle import Oracle
 from tests.session_truth import Truth
-
-
-@pytest.fixture(autouse=True)
-def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 class Resized(Oracle):

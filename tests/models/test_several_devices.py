@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +21,7 @@ from quire.ops.cpu import CpuOps
 from quire.ops.passing import InPlace
 from tests import random_hybrids, session_kinds, tiny
 from tests.model_folders import RANDOM, TRAINED, model_folder
+from tests.models.test_session_oracle import surroundings as surroundings  # a fixture
 from tests.session_oracle import Oracle
 from tests.session_truth import Truth
 
@@ -29,14 +29,6 @@ IDS = [int(i) for i in np.random.default_rng(6).integers(3, 250, 40)]
 ROOM: dict[str, Any] = {"threads": 1, "memory_budget": "256MiB"}
 EXACT: dict[str, Any] = {"activations": "f32", **ROOM}
 TWO = "cpu:1,cpu:2"
-
-
-@pytest.fixture(autouse=True)
-def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def attends(path: Path) -> dict[str, Any]:

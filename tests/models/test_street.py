@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import pytest
 import quire
 from tests import session_kinds
 from tests.model_folders import model_folder
+from tests.models.test_session_oracle import surroundings as surroundings  # a fixture
 from tests.session_street import Street
 from tests.session_truth import Truth
 
@@ -45,14 +44,6 @@ ARRAYS = {
     "tiny-dense": 800e3, "tiny-window": 1.7e6, "tiny-moe": 2e6, "tiny-hybrid": 1.8e6,
     "tiny-hybrid35": 1.5e6, "tiny-recurrent": 2e6,
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def write(kind: str, folder: Path) -> Path:

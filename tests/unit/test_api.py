@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -23,15 +22,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("model") / "tiny.gguf"
     tiny.write(made, tiny.Tiny(context=256, tied=False))
     return made
-
-
-@pytest.fixture
-def llm(path: Path) -> Iterator[quire.LLM]:
-    with quire.load(path) as loaded:
-        yield loaded
-        loaded.memory.audit()
-        loaded.forget()
-        assert loaded.memory.as_dict()["stats"]["attention"]["pages_used"] == 0
 
 
 def test_encode_and_decode(llm: quire.LLM) -> None:
