@@ -5,7 +5,6 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <ostream>
 #include <string>
 
 #include "bind.h"
@@ -27,7 +26,7 @@ using PartTuple = std::tuple<int, int64_t, int64_t, Bytes>;
 struct Shape {
     int64_t rows, cols;
 };
-std::ostream& operator<<(std::ostream& out, Shape s) { return out << '[' << s.rows << ", " << s.cols << ']'; }
+std::string text(Shape s) { return '[' + std::to_string(s.rows) + ", " + std::to_string(s.cols) + ']'; }
 Shape shape(const Array& a) { return {a.rows, a.cols}; }
 
 const FileFormat& format_of(int type) {
