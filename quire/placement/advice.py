@@ -27,10 +27,8 @@ def refusal(plan: Plan, wanted: Wanted, best: Try) -> DoesNotFit:
     )
     nearest: Plan | None = None
     advice: list[dict[str, Any]] = []
-    if plan.devices[0].device.asked and len(plan.devices) == 1:
-        useful = max(plan.load.n_ctx, min(FLOOR, plan.model.n_ctx_train))
-        roomy = plan if wanted.n_ctx else plan.with_load(replace(plan.load, n_ctx=useful))
-        advice.append({"memory_budget": _written(roomy.devices[0].total)})
+    if all(one.device.asked for one, *_ in over(plan.devices)):
+        advice.append({"memory_budget": _budget(plan, wanted)})
     for changes in _ways_out(plan, wanted, best):
         nearest = nearest or best(_changed(wanted, changes))
         advice.append(changes)
@@ -38,6 +36,20 @@ def refusal(plan: Plan, wanted: Wanted, best: Try) -> DoesNotFit:
     if not advice:
         told = "close other programs, or take a smaller model"
     return DoesNotFit(f"{plan.model.name} does not fit: {need}; {told}", nearest, tuple(advice))
+
+
+def _budget(plan: Plan, wanted: Wanted) -> str | dict[str, str]:
+    """What would be enough for a plan, or for one of a useful context where that is left open.
+
+    As it was asked for: for every device, or by name for some.
+    """
+    useful = max(plan.load.n_ctx, min(FLOOR, plan.model.n_ctx_train))
+    roomy = plan if wanted.n_ctx else plan.with_load(replace(plan.load, n_ctx=useful))
+    needs = {one.device.name: one.total for one in roomy.devices}
+    asked = {one.device.name: one.device.free for one in roomy.devices if one.device.asked}
+    if asked.keys() == needs.keys() and len(set(asked.values())) == 1:
+        return _written(max(needs.values()))
+    return {name: _written(max(needs[name], has)) for name, has in asked.items()}
 
 
 def _written(n_bytes: int) -> str:

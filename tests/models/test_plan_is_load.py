@@ -22,6 +22,7 @@ from tests.budgets import peaks
 from tests.model_folders import MODELS, TRAINED
 
 __all__ = ["peaks"]
+pytestmark = pytest.mark.host
 
 
 @pytest.fixture(autouse=True)
@@ -195,6 +196,23 @@ def test_advice_on_gpus_can_be_taken() -> None:
                 taken |= changes.keys()
                 assert quire.plan(MODELS / name, **settings | changes).fits
     assert {"n_ctx", "n_gpu_layers", "n_parallel"} <= taken
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_budget_that_is_short_on_gpus_is_told_what_would_do(named: bool) -> None:
+    """For every device, or for the one that was named."""
+    path, devices = MODELS / "tiny-dense", ["cuda:4GiB", "cpu:4GiB"]
+
+    def ask(budget: Any, **more: Any) -> Any:
+        return quire.plan(path, devices=devices, memory_budget=budget, threads=1, **more)
+
+    more = {"n_gpu_layers": 99, "fit": False} if named else {"n_ctx": 2000}
+    with pytest.raises(DoesNotFit, match=r"what would fit: memory_budget=.*MiB") as caught:
+        ask({"cuda:0": "4MiB"} if named else "1MiB", **more)
+    (enough,) = (way["memory_budget"] for way in caught.value.advice if "memory_budget" in way)
+    assert set(enough) == {"cuda:0"} if named else isinstance(enough, str)
+    assert ask(enough, **more).fits
+    assert "close other programs" not in str(caught.value)
 
 
 def test_a_draft_model_has_the_room_that_was_planned(peaks: dict[int, int]) -> None:
