@@ -26,7 +26,7 @@ def find_devices(settings: LoadConfig) -> list[Described]:
     if names == ["reference"] and settings.n_gpu_layers == "auto":
         return [_described("reference", settings)]
     if names == ["auto"]:
-        names = _gpus()
+        names = _gpus() if settings.activations != "f32" else []  # GPUs compute with 16 bits
     beside = [name for name in names if name not in (HOST, "auto")]
     if len(set(beside)) < len(beside):
         raise RequestError(f"device {settings.device!r:.80} names a device twice")

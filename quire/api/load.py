@@ -72,7 +72,7 @@ def load(
     swap_space: disk for sequences that make room for others; 0 computes them again instead.
     moe_n_expert: use fewer experts than the model was made with.
     n_layer_exit: stop after so many layers.
-    activations: "f32" computes exactly and more slowly.
+    activations: "f32" computes exactly and more slowly, on the CPU.
     quantize: turns 16-bit and 32-bit matrices into "q8_0" or "q4_0" while they are loaded.
     exact_batches: bits depend on nothing but the tokens, whoever is computed beside them; False
         lets GPUs compute prompts faster, those of layers on the host among them, and

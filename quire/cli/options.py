@@ -93,7 +93,7 @@ _LOAD = [
                  help="Most disk for sequences that make room for others; 0 for none."),
     *_LESS,
     click.option("--activations", default="int8", show_default=True,
-                 type=click.Choice(["int8", "f32"]), help="f32 is exact and slower."),
+                 type=click.Choice(["int8", "f32"]), help="f32 is exact and slower, on the CPU."),
     click.option("--quantize", type=click.Choice(["q8_0", "q4_0"], case_sensitive=False),
                  help="Turn matrices of 16 or 32 bits into these blocks while loading."),
     click.option("--exact-batches/--no-exact-batches", default=True, show_default=True,

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 import quire
+from quire.api.devices import find_devices
 from quire.config import LoadConfig
+from quire.devices import cuda
 from quire.engine.request import Request
 from quire.errors import ModelError, QuireError, RequestError, SafetensorsError
 from quire.models.rope import read_rope
@@ -41,6 +43,19 @@ def test_types_are_listed() -> None:
         LoadConfig(type_k="zzz")
 
 
+def test_float32_is_computed_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left to itself that is the host, whatever else there is: GPUs compute with 16 bits."""
+    monkeypatch.setattr(cuda, "gpu_count", lambda: 1)
+    monkeypatch.setattr(cuda, "free_bytes", lambda _: (2**34, 2**34, False))
+    names = {
+        how: [one.name for one in find_devices(LoadConfig(activations=how))]
+        for how in ("int8", "f32")
+    }
+    assert names == {"int8": ["cuda:0", "cpu"], "f32": ["cpu"]}
+    with pytest.raises(RequestError, match="for the CPU"):
+        LoadConfig(activations="f32", device="cuda")
+
+
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("settings") / "m.gguf"
@@ -51,6 +66,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("n_ctx", [None, 256])
 @pytest.mark.parametrize("tokens", [None, 480])
 @pytest.mark.parametrize("budget", ["64MiB", "tight"])
+@pytest.mark.host
 def test_pages_taken_at_the_start_hold_the_context(
     dense: Path, n_ctx: int | None, tokens: int | None, budget: str
 ) -> None:
