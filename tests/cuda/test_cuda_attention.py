@@ -208,3 +208,5 @@ def test_mistakes_are_refused() -> None:
     shape = replace(rig.heads, n_kv_heads=3)
     with pytest.raises(Refused, match="do not divide"):
         rig.got.ops.heads(shape, "f16", "f16", None, None, 0.0)
+    with pytest.raises(Refused, match="15 of V as f16 must be a multiple of 2"):
+        rig.got.ops.heads(replace(rig.heads, head_dim_v=15), "f16", "f16", None, None, 0.0)

@@ -242,15 +242,22 @@ def test_rope_tables(ops: Ops) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "kinds"),
+    ("heads", "kinds", "told"),
     [
-        (Heads(5, 2, 64, 64, scale=1.0), ("f16", "f16")),
-        (Heads(4, 2, 48, 64, scale=1.0), ("q8_0", "f16")),
-        (Heads(4, 2, 64, 64, scale=1.0), ("q5_0", "f16")),
+        (Heads(5, 2, 64, 64, scale=1.0), ("f16", "f16"), ""),
+        (
+            Heads(4, 2, 48, 64, scale=1.0),
+            ("q8_0", "f16"),
+            "48 of K as q8_0 must be a multiple of 32",
+        ),
+        (Heads(4, 2, 64, 15, scale=1.0), ("f16", "f16"), "15 of V as f16 must be a multiple of 2"),
+        (Heads(4, 2, 64, 64, scale=1.0), ("q5_0", "f16"), ""),
     ],
 )
-def test_heads_that_cannot_be_are_refused(ops: Ops, heads: Heads, kinds: tuple[str, str]) -> None:
-    with pytest.raises(Refused):
+def test_heads_that_cannot_be_are_refused(
+    ops: Ops, heads: Heads, kinds: tuple[str, str], told: str
+) -> None:
+    with pytest.raises(Refused, match=told):
         ops.heads(heads, *kinds, None, None, 0.0)
     with pytest.raises(Refused):
         ops.heads(Heads(2, 1, 64, 64, scale=1.0), "f32", "f32", ops.vector(normal(0, 63)), None, 0)

@@ -64,9 +64,12 @@ class Attention(Arrays):
         """The handle of a layer's attention; the norms are per head and may be None."""
         need(heads.n_heads > 0 and heads.n_kv_heads > 0, "there are no heads")
         need(heads.n_heads % heads.n_kv_heads == 0, "heads do not divide into kv heads")
-        for kind, dims in ((type_k, heads.head_dim_k), (type_v, heads.head_dim_v)):
+        sides = (("K", type_k, heads.head_dim_k), ("V", type_v, heads.head_dim_v))
+        for side, kind, dims in sides:
             need(kind in KINDS, f"unknown K/V type {kind}")
-            need(dims > 0 and dims % (32 if kind[0] == "q" else 2) == 0, f"{dims} dims as {kind}")
+            step = 32 if kind[0] == "q" else 2
+            told = f"head dimension {dims} of {side} as {kind} must be a multiple of {step}"
+            need(dims > 0 and dims % step == 0, told)
         q_row, k_row = (
             None if norm is None else row_of(norm, heads.head_dim_k, "a norm")
             for norm in (q_norm, k_norm)
