@@ -4,11 +4,35 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
+from collections.abc import Generator
+
+import pytest
 
 # `make test` runs a process on each of two cores: a NumPy that divides every product between both
-# cores spends twice the time, most of it waiting. Read when NumPy is imported.
-if "PYTEST_XDIST_WORKER" in os.environ:
+# cores spends twice the time, most of it waiting. Read when NumPy is imported. Where there are more
+# cores each process has two of them as well: threads of many processes would wait for each other.
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    if sys.platform == "linux":
+        cores = sorted(os.sched_getaffinity(0))
+        first = 2 * int(worker.removeprefix("gw"))
+        os.sched_setaffinity(0, {cores[(first + i) % len(cores)] for i in range(2)})
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Tests of the host find no GPU, nor do processes that they start; others take what is there.
+
+    Of the host is what changes its steps, counts its bytes or calls, or holds its arithmetic to
+    float32. All that such a test uses is made for it or for others of the same mark.
+    """
+    if item.get_closest_marker("host") is None:
+        return (yield)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("quire.devices.cuda.gpu_count", lambda: 0)
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        return (yield)
 
 
 def pytest_collection_finish() -> None:

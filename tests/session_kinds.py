@@ -6,9 +6,13 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests import model_folders, random_hybrids, tiny
 
 KINDS = ["dense", "window", "moe", "hybrid", "recurrent"]
+TIGHT = [*KINDS[:3], *(pytest.param(kind, marks=pytest.mark.host) for kind in KINDS[3:])]
+"""The same where room is little: states are counted in bytes, and a GPU's come in large pieces."""
 N_CTX = 160
 
 

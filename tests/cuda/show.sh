@@ -1,8 +1,10 @@
 #!/bin/sh
-# What a GPU has to show, in two calls of less than ten minutes each:
+# What a GPU has to show, in three calls of less than ten minutes each:
 #   sh tests/cuda/show.sh together   soaking, beside suites, then compute-sanitizer over every kernel
 #                                    and plans against the driver
 #   sh tests/cuda/show.sh alone      timings, and what takes or counts the GPU's memory
+#   sh tests/cuda/show.sh ordinary   the ordinary tests: what they load takes the GPU, but for tests
+#                                    that are marked as the host's; needs what `.[test]` installs
 # The log of each step is in $OUT, or build/show; what each said last is printed at the end. MODELS is
 # the folder that soaking takes its models from.
 cd "$(dirname "$0")/../.." || exit 1
@@ -34,7 +36,11 @@ case "$1" in
         step streaming 60 python3 bench/streaming.py --rounds 2
         step fit 240 python3 bench/fit_cuda.py --seconds 110
         ;;
-    *) echo "sh tests/cuda/show.sh together|alone"; exit 2 ;;
+    ordinary)
+        step ordinary 590 python3 -m pytest -q -n 14 --dist loadfile -p no:cacheprovider -m "not slow" \
+            --tb=short -rfE tests/models tests/server tests/unit
+        ;;
+    *) echo "sh tests/cuda/show.sh together|alone|ordinary"; exit 2 ;;
 esac
 for log in "$logs"/*.log; do grep -v "^{" "$log" | tail -n 60 | cut -c1-220; done
 ! grep -h "^== .*: exit [^0]" "$logs"/*.log

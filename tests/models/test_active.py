@@ -60,6 +60,7 @@ def test_a_part_is_the_model_made_so(
         assert llm.memory.as_dict()["breakdown"] == small.memory.as_dict()["breakdown"]
 
 
+@pytest.mark.host
 def test_what_does_not_run_takes_no_budget(folder: Path) -> None:
     """Weights that fit only because the last layers are left out."""
     path = write(folder, DENSE)

@@ -34,6 +34,7 @@ def blueprint(path: Path, **settings: Any) -> Blueprint:
 
 @pytest.mark.parametrize("quantize", [None, "q8_0", "q4_0"])
 @pytest.mark.parametrize("name", [*TRAINED, *RANDOM])
+@pytest.mark.host
 def test_bytes_are_those_of_the_loaded_model(
     name: str, quantize: str | None, tmp_path: Path
 ) -> None:
@@ -82,6 +83,7 @@ def test_no_weight_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         Blueprint.read(file, CpuOps(1), LoadConfig()).load()
 
 
+@pytest.mark.host
 def test_a_load_builds_the_model_twice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Once to look, once with weights."""
     tiny.write(tmp_path / "m.gguf", tiny.Tiny())

@@ -118,6 +118,7 @@ def test_what_kernels_refuse_is_an_error_of_the_model(tmp_path: Path) -> None:
         quire.load(tmp_path / "odd.gguf")
 
 
+@pytest.mark.host
 def test_the_last_network_computes_wanted_rows_alone(model, monkeypatch) -> None:
     t, path, _ = model
     with quire.load(path) as llm:

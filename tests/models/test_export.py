@@ -17,6 +17,7 @@ TEXT, IDS = PROMPT["text"], PROMPT["token_ids"][:300]
 
 
 @pytest.mark.parametrize("name", [*TRAINED, "lfm2"])
+@pytest.mark.host
 def test_the_file_is_the_folder(name: str, tmp_path: Path) -> None:
     original = model_folder(name, tmp_path)
     path = export(original, tmp_path / "model.gguf")

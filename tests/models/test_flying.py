@@ -18,6 +18,7 @@ from tests.flying import flying as flying  # a fixture
 from tests.models.test_session_oracle import many_worlds
 from tests.models.test_session_oracle import surroundings as surroundings  # a fixture
 
+pytestmark = pytest.mark.host
 PROMPTS = [[3, 4, 5], [9] * 20, [7, 8], [3, 4, 5, 6, 7]]
 
 

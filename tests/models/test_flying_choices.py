@@ -16,6 +16,7 @@ from tests.choosing import PENALTIES, PROMPTS, WAYS, Said, alone, result, stream
 from tests.flying import HostSteps
 from tests.flying import flying as flying  # a fixture
 
+pytestmark = pytest.mark.host
 COUNT = 24
 
 

@@ -125,14 +125,15 @@ def test_tokens_leave_the_middle_or_nothing_changes(llm: quire.LLM) -> None:
 
 
 @pytest.mark.parametrize("manner", ["parked", "recomputed"])
+@pytest.mark.host
 def test_too_little_memory_for_all(
-    folder: Path, loaded: quire.LLM, manner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, manner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    loaded.forget()
-    together = loaded.generate(PROMPTS, max_tokens=30, ignore_eos=True)
     swap = "1GiB" if manner == "parked" else 0
     with quire.load(folder, swap_space=swap) as llm:
+        together = llm.generate(PROMPTS, max_tokens=30, ignore_eos=True)
+        llm.forget()
         monkeypatch.setattr(llm.engine.room, "_seconds_per_token", lambda: 1e6)
         needed = _one_sequence(llm)
         llm.engine.compute.trim()  # only pages are to compete for what is left

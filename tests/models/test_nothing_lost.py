@@ -111,7 +111,7 @@ def test_an_interrupted_append_leaves_nothing(
 # -- sessions under pressure ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", session_kinds.KINDS)
+@pytest.mark.parametrize("kind", session_kinds.TIGHT)
 def test_append_pressure_generate(kind: str, tmp_path: Path) -> None:
     """A session that was parked goes on with its next token, once."""
     model = session_kinds.write(kind, tmp_path)
@@ -177,6 +177,7 @@ def test_an_edited_session_after_an_append_that_fails(
         )
 
 
+@pytest.mark.host
 def test_an_edited_session_that_is_parked_drops_what_failed(path: Path) -> None:
     """There is no room for it to come back to, and it has none of the tokens all the same."""
     with quire.load(path, kv_cache_tokens=128, n_ctx=128, threads=1) as llm, llm.session() as s:
@@ -193,6 +194,7 @@ def test_an_edited_session_that_is_parked_drops_what_failed(path: Path) -> None:
         assert np.array_equal(s.logits(), wanted)
 
 
+@pytest.mark.host
 def test_a_rewind_does_without_what_a_tier_cannot_read(tmp_path: Path) -> None:
     """Neither a cached place nor a mark that is in a tier is needed: it is computed again."""
     model = session_kinds.write("recurrent", tmp_path)
@@ -219,6 +221,7 @@ def test_a_rewind_does_without_what_a_tier_cannot_read(tmp_path: Path) -> None:
         llm.memory.audit()
 
 
+@pytest.mark.host
 def test_a_way_back_that_cannot_be_gone_holds_nothing(path: Path) -> None:
     """What an edited session was lies in a tier that cannot be read: nobody will ask for it."""
     with quire.load(path, n_ctx=400, threads=1) as llm, llm.session() as s:
@@ -320,6 +323,7 @@ def test_a_device_that_fails_while_tokens_move(path: Path, roomy: quire.LLM) -> 
 
 
 @pytest.mark.skipif(len(ISAS) < 2, reason="this machine runs one instruction set only")
+@pytest.mark.host
 def test_files_of_other_arithmetic(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -458,7 +462,7 @@ class Crowd:
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("kind", session_kinds.KINDS)
+@pytest.mark.parametrize("kind", session_kinds.TIGHT)
 def test_what_fits_alone_finishes_beside_whatever_others_hold(
     kind: str, seed: int, tmp_path: Path
 ) -> None:

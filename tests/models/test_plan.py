@@ -42,6 +42,7 @@ def filled(path: Path, peaks: dict[int, int], **settings: Any) -> list[tuple[str
 
 
 @pytest.mark.parametrize("name", [*TRAINED, *RANDOM])
+@pytest.mark.host
 def test_planned_is_held(name: str, peaks: dict[int, int], tmp_path: Path) -> None:
     ((_, planned, held),) = filled(model_folder(name, tmp_path), peaks)
     assert abs(planned - held) <= 0.01 * held

@@ -186,7 +186,12 @@ def run(name: str, seeds: range, folder: Path, monkeypatch: pytest.MonkeyPatch) 
                 user.leave()
 
 
-MODELS = ["tiny-dense", "tiny-window", "tiny-recurrent", "tiny-hybrid"]
+HOST = pytest.mark.host  # states whose room is counted in bytes
+MODELS = [
+    "tiny-dense",
+    "tiny-window",
+    *(pytest.param(f"tiny-{n}", marks=HOST) for n in ("recurrent", "hybrid")),
+]
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -47,6 +47,7 @@ class Resized(Oracle):
 
 
 @pytest.mark.parametrize("kind", session_kinds.KINDS)
+@pytest.mark.host
 def test_sessions_hold_what_their_tokens_say(kind: str, tmp_path: Path) -> None:
     path = session_kinds.write(kind, tmp_path)
     with quire.load(path, n_ctx=session_kinds.N_CTX, threads=1, memory_budget="64MiB") as roomy:
@@ -63,6 +64,7 @@ def test_sessions_hold_what_their_tokens_say(kind: str, tmp_path: Path) -> None:
         assert refused > 0
 
 
+@pytest.mark.host
 def test_more_pages_than_at_first(tmp_path: Path) -> None:
     """A model that was loaded with little room gets more, and its context grows with it."""
     tiny.write(tmp_path / "m.gguf", tiny.Tiny())
@@ -82,6 +84,7 @@ def test_more_pages_than_at_first(tmp_path: Path) -> None:
         assert llm.memory.as_dict()["budget_bytes"] == 2**30
 
 
+@pytest.mark.host
 def test_what_goes_first(tmp_path: Path) -> None:
     """Cached prefixes, then sequences; what cannot go is refused with need and have."""
     tiny.write(tmp_path / "m.gguf", tiny.Tiny())
@@ -115,6 +118,7 @@ def test_what_goes_first(tmp_path: Path) -> None:
         assert (session.logits() == wanted).all()
 
 
+@pytest.mark.host
 def test_idle_arrays_of_a_long_prompt_are_in_nobodys_way(tmp_path: Path) -> None:
     tiny.write(tmp_path / "m.gguf", tiny.Tiny(context=1024))
     with quire.load(tmp_path / "m.gguf", threads=1) as llm, llm.session() as session:

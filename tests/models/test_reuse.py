@@ -150,6 +150,7 @@ class Split:
 
 
 @pytest.mark.parametrize("name", [*TRAINED, *RANDOM])
+@pytest.mark.host
 def test_layers_apart_compute_the_same(name: str, tmp_path: Path) -> None:
     """Prompts, drafts taken back and single tokens, past the folding of logs."""
     a, b = IDS, IDS[::-1]
@@ -169,6 +170,7 @@ def test_layers_apart_compute_the_same(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe"])
+@pytest.mark.host
 def test_tokens_leave_the_middle_of_layers_apart(name: str, tmp_path: Path) -> None:
     with quire.load(model_folder(name, tmp_path)) as llm:
         with llm.session() as s:

@@ -30,6 +30,7 @@ from tests import session_kinds
 from tests.models.test_session_oracle import one_world
 from tests.session_truth import Truth
 
+pytestmark = pytest.mark.host
 Patch = pytest.MonkeyPatch
 BUGS: dict[str, tuple[str, Callable[[Patch], None]]] = {}
 

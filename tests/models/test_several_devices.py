@@ -25,6 +25,7 @@ from tests.models.test_session_oracle import surroundings as surroundings  # a f
 from tests.session_oracle import Oracle
 from tests.session_truth import Truth
 
+pytestmark = pytest.mark.host
 IDS = [int(i) for i in np.random.default_rng(6).integers(3, 250, 40)]
 ROOM: dict[str, Any] = {"threads": 1, "memory_budget": "256MiB"}
 EXACT: dict[str, Any] = {"activations": "f32", **ROOM}

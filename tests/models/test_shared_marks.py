@@ -48,8 +48,8 @@ def test_what_was_shared_is_shared_in_a_tier_and_when_it_is_back(kind: str, tmp_
         llm.generate([5] * 130, max_tokens=10, **GO)
         assert s.sequence.status is PARKED
         assert set(held(llm).values()) == {0}
-        (tier,) = llm.memory.as_dict()["tiers"].values()
-        assert tier["used"] <= sum(before[name] * sizes[name] for name in before)
+        away = sum(tier["used"] for tier in llm.memory.as_dict()["tiers"].values())
+        assert 0 < away <= sum(before[name] * sizes[name] for name in before)
         s.save(tmp_path / "s.quire")
         assert held(llm) == before
         with llm.open(tmp_path / "s.quire") as other:
@@ -60,8 +60,7 @@ def test_what_was_shared_is_shared_in_a_tier_and_when_it_is_back(kind: str, tmp_
             assert np.array_equal(s.rewind(name).logits(), rows[-1])
         s.drop("first").drop("second").close()
         assert set(held(llm).values()) == {0}
-        (tier,) = llm.memory.as_dict()["tiers"].values()
-        assert tier["used"] == 0
+        assert {tier["used"] for tier in llm.memory.as_dict()["tiers"].values()} == {0}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +28,32 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(scope="module", params=NAMES)
-def pair(request: pytest.FixtureRequest) -> Iterator[tuple[quire.LLM, quire.LLM]]:
+Pair = tuple[quire.LLM, quire.LLM]
+
+
+@contextmanager
+def loaded(name: str, **settings: Any) -> Iterator[Pair]:
     """A trained model, and another one that drafts for it on the same budget."""
-    other = {"tiny-dense": "tiny-recurrent", "tiny-moe": "tiny-hybrid"}.get(
-        request.param, "tiny-dense"
-    )
+    other = {"tiny-dense": "tiny-recurrent", "tiny-moe": "tiny-hybrid"}.get(name, "tiny-dense")
     with (
-        quire.load(MODELS / request.param) as llm,
+        quire.load(MODELS / name, **settings) as llm,
         quire.load(MODELS / other, beside=llm) as draft,
     ):
         yield llm, draft
         assert pages_held(llm) == pages_held(draft) == 0
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    with loaded(request.param) as both:
+        yield both
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def on_host(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """The same where every step is Python that can be counted and broken: GPUs replay theirs."""
+    with loaded(request.param, device="cpu") as both:
+        yield both
 
 
 @pytest.fixture(scope="module")
@@ -141,9 +156,9 @@ def test_a_long_batch_of_everything(pair, text, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["ngram", "early-exit", "draft model", "first of"])
-def test_rollback_moves_and_computes_nothing(always, pair, text, name: str) -> None:
+def test_rollback_moves_and_computes_nothing(always, on_host, text, name: str) -> None:
     """Rejected tokens are computed once, in vain; all others once, and no page is copied."""
-    llm, draft = pair
+    llm, draft = on_host
     llm.forget()
     draft.forget()
     with counting(llm) as ours, counting(draft) as theirs:
@@ -161,8 +176,8 @@ def test_rollback_moves_and_computes_nothing(always, pair, text, name: str) -> N
         assert 0 < theirs["tokens"] <= done.prompt_tokens + len(done.token_ids) + rejected
 
 
-def test_forks_of_lookahead_copy_a_page_each_at_most(always, pair, text) -> None:
-    llm, _ = pair
+def test_forks_of_lookahead_copy_a_page_each_at_most(always, on_host, text) -> None:
+    llm, _ = on_host
     llm.forget()
     with counting(llm) as counts:
         done = llm.generate(
@@ -217,9 +232,9 @@ def test_nothing_is_held_after_aborts(always, pair, text) -> None:
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_a_step_that_fails_changes_nothing(always, pair, text, name: str) -> None:
+def test_a_step_that_fails_changes_nothing(always, on_host, text, name: str) -> None:
     """Drafts of it are gone as well: the next step goes on as if it had not been."""
-    llm, draft = pair
+    llm, draft = on_host
     plain = tokens(llm, text[:200], max_tokens=40)
     made = llm.stream(text[:200], ignore_eos=True, max_tokens=40, speculate=way(name, draft))
     pieces = iter(made)

@@ -15,6 +15,7 @@ from tests.models.test_session_oracle import surroundings as surroundings  # a f
 from tests.session_street import Street
 from tests.session_truth import Truth
 
+pytestmark = pytest.mark.host
 SETTINGS: dict[str, dict[str, Any]] = {
     "dense": {"type_k": "f32", "type_v": "bf16"},
     "window": {"type_v": "f32"},

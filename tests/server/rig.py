@@ -130,8 +130,8 @@ def serving(
 
 @contextmanager
 def serving_slowly(folder: Path, **settings: Any) -> Iterator[Rig]:
-    """One that takes some milliseconds for a step, and more for a prompt."""
-    with serving(folder, **settings) as rig:
+    """One that takes some milliseconds for a step of the host, and more for a prompt."""
+    with serving(folder, load={"device": "cpu"}, **settings) as rig:
         real = rig.llm.engine.runner.forward
 
         def forward(plan: Any, lease: Any) -> Any:

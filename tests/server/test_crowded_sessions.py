@@ -13,6 +13,7 @@ import pytest
 
 from tests.server.rig import DENSE, HYBRID, serving
 
+pytestmark = pytest.mark.host
 WINDOW = DENSE.replace("tiny-dense", "tiny-window")
 IDS = ["a", "b", "c", "d"]
 USUAL = {200, 201, 404, 409, 429}

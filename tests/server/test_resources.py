@@ -103,6 +103,7 @@ def test_parts_are_the_whole_of_what_is_told_of_memory(
     rig.http.delete("/v1/sessions/seen")
 
 
+@pytest.mark.host
 def test_silence_is_broken_by_comments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "PING_S", 0.1)
     with serving(tmp_path) as rig:
@@ -118,19 +119,20 @@ def test_silence_is_broken_by_comments(tmp_path: Path, monkeypatch: pytest.Monke
         assert text.count(": ping\n\n") >= 4 and text.endswith("data: [DONE]\n\n")
 
 
-def test_one_failure_is_nobody_elses(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.host
+def test_one_failure_is_nobody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that breaks in an unforeseen way is told to whoever was in it, and others go on."""
-    real = rig.llm.engine.runner.forward
 
     def broken(plan: Any, lease: Any) -> Any:
         raise ValueError("something nobody thought of")
 
-    monkeypatch.setattr(rig.llm.engine.runner, "forward", broken)
-    answer = rig.http.post("/v1/completions", json={"prompt": "a"})
-    assert answer.status_code == 500 and "nobody" not in answer.text
-    monkeypatch.setattr(rig.llm.engine.runner, "forward", real)
-    assert rig.complete("a", 4)["choices"]
-    assert rig.pages() == 0
+    with serving(tmp_path) as rig:
+        with monkeypatch.context() as patch:
+            patch.setattr(rig.llm.engine.runner, "forward", broken)
+            answer = rig.http.post("/v1/completions", json={"prompt": "a"})
+        assert answer.status_code == 500 and "nobody" not in answer.text
+        assert rig.complete("a", 4)["choices"]
+        assert rig.pages() == 0
 
 
 # -- the queue ----------------------------------------------------------------------------------
@@ -217,6 +219,7 @@ def test_many_answers_take_what_is_free_and_give_way() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.host
 def test_a_late_key_is_served_between_anothers_requests(tmp_path: Path) -> None:
     """Over HTTP: one key fills the server, another asks once and does not wait for all of it."""
     with serving(tmp_path, max_running=1, api_keys=("greedy", "modest")) as rig:

@@ -22,6 +22,7 @@ import pytest
 import quire
 from tests.server.rig import DENSE, HYBRID, Rig, serving
 
+pytestmark = pytest.mark.host
 WINDOW = DENSE.replace("tiny-dense", "tiny-window")
 MOST = 1200
 

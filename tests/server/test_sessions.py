@@ -250,6 +250,7 @@ def test_a_session_of_a_file_does_not_live_for_ever(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("model", [DENSE, HYBRID])
+@pytest.mark.host
 def test_what_is_refused_or_fails_leaves_a_session_as_it_was(tmp_path: Path, model: str) -> None:
     """Whoever was told of an error asks again: nothing may be gone, nor be there twice."""
     load = {"memory_budget": "40MiB", "swap_space": 0, "n_ctx": 1500}
@@ -296,6 +297,7 @@ def break_steps(rig: Rig, monkeypatch: pytest.MonkeyPatch, error: Exception, *at
 
 @pytest.mark.parametrize("model", [DENSE, HYBRID])
 @pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.host
 def test_a_step_that_breaks_leaves_a_session_as_it_was(
     tmp_path: Path, model: str, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,6 +315,7 @@ def test_a_step_that_breaks_leaves_a_session_as_it_was(
         assert rig.pages() == 0
 
 
+@pytest.mark.host
 def test_a_turn_that_failed_holds_no_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that cannot go back to any position marks where the next turn is likely to begin."""
     with serving(tmp_path, HYBRID) as rig:
@@ -330,25 +333,28 @@ def test_a_turn_that_failed_holds_no_pages(tmp_path: Path, monkeypatch: pytest.M
         rig.http.delete("/v1/sessions/own")
 
 
+@pytest.mark.host
 def test_whoever_hears_of_an_error_may_ask_again_at_once(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig.post("/v1/sessions", id="own", prompt=STORY)
-    break_steps(rig, monkeypatch, RequestError("it cannot go on"), 4, 5)  # once more, alone
     settle = ServedSession.settle
 
     def slow(*args: Any) -> None:
         time.sleep(0.3)
         settle(*args)
 
-    monkeypatch.setattr(ServedSession, "settle", slow)
-    body = {"prompt": " Then", "max_tokens": 9, "session_id": "own"}
-    with rig.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
-        assert any("it cannot go on" in line for line in answer.iter_lines())
-        assert rig.post("/v1/completions", **body)["choices"]
-    rig.http.delete("/v1/sessions/own")
+    with serving(tmp_path) as rig:
+        rig.post("/v1/sessions", id="own", prompt=STORY)
+        break_steps(rig, monkeypatch, RequestError("it cannot go on"), 4, 5)  # once more, alone
+        monkeypatch.setattr(ServedSession, "settle", slow)
+        body = {"prompt": " Then", "max_tokens": 9, "session_id": "own"}
+        with rig.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
+            assert any("it cannot go on" in line for line in answer.iter_lines())
+            assert rig.post("/v1/completions", **body)["choices"]
+        rig.http.delete("/v1/sessions/own")
 
 
+@pytest.mark.host
 def test_a_file_for_which_there_is_no_room_may_be_opened_later(tmp_path: Path) -> None:
     with serving(tmp_path, load={"memory_budget": "16MiB", "swap_space": 0}) as rig:
         rig.post("/v1/sessions", id="long", prompt=[300] * 1000)

@@ -33,7 +33,7 @@ BODIES: dict[str, dict[str, Any]] = {
 def full(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     """A server that answers one at a time, and is at it for a while."""
     monkeypatch.setattr(wire, "PING_S", 0.1)
-    with serving(tmp_path, max_running=1, max_queue=3) as rig:
+    with serving(tmp_path, max_running=1, max_queue=3, load={"device": "cpu"}) as rig:
         real = rig.llm.engine.runner.forward
 
         def forward(plan: Any, lease: Any) -> Any:

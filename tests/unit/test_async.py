@@ -41,6 +41,7 @@ def slowed(llm: quire.LLM, seconds: float = 0.003) -> list[int]:
     return widths
 
 
+@pytest.mark.host
 def test_gathered_requests_are_one_batch(llm: quire.LLM) -> None:
     wanted = [llm.generate(p, max_tokens=20, **GO).token_ids for p in PROMPTS]
     llm.forget()
@@ -103,6 +104,7 @@ def test_chat_and_sessions(llm: quire.LLM) -> None:
     assert pages(llm) == 0
 
 
+@pytest.mark.host
 def test_several_readers_share_one_stream(llm: quire.LLM) -> None:
     """One request, and each piece goes to one of them."""
     wanted = llm.generate([1, 2], max_tokens=60, **GO)
@@ -202,6 +204,7 @@ def test_a_cancelled_append_is_all_or_nothing(variant: str, edited: bool, tmp_pa
         llm.memory.audit()
 
 
+@pytest.mark.host
 def test_an_append_whose_event_loop_is_gone(llm: quire.LLM) -> None:
     """Nobody is there to wait for it: it is undone before anything else is done."""
     llm.engine.scheduler.max_tokens = 16

@@ -39,6 +39,7 @@ def test_run_streams_what_generate_gives(path: str) -> None:
     assert run("run", "-m", path, "-n", "9", "--raw", input="hello").stdout == raw + "\n"
 
 
+@pytest.mark.host
 def test_run_json_is_one_object(path: str) -> None:
     result = run("run", "hello", "-m", path, "-n", "5", "--json", "-t", "1", "--temp", "0.5")
     made = json.loads(result.stdout)
@@ -142,6 +143,7 @@ def test_show_tells_formats_and_kernels(path: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["tiny-dense", "tiny-window", "tiny-recurrent", "lfm2"])
+@pytest.mark.host
 def test_show_tells_the_memory_that_is_held(name: str, tmp_path: Path) -> None:
     """In the figures of a sequence that is there."""
     folder = model_folder(name, tmp_path)

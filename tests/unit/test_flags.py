@@ -66,6 +66,7 @@ def test_a_model_that_is_nearly_known() -> None:
         assert result.exit_code == 1 and f"did you mean {meant}?" in result.stderr
 
 
+@pytest.mark.host
 def test_on_and_off(path: str) -> None:
     """As llama.cpp has them, as switches, and behind an equals sign."""
     assert run("run", "hi", "-m", path, *FEW, "--fit", "on").exit_code == 0
@@ -101,6 +102,7 @@ def test_quantize_takes_a_format_in_any_case(path: str, tmp_path: Path) -> None:
     assert both.exit_code == 1 and "two formats" in both.stderr
 
 
+@pytest.mark.host
 def test_a_refusal_speaks_of_flags_and_can_be_heeded(path: str) -> None:
     """What would fit is typed as it is told."""
     tight = ("--memory-budget", "1MiB", "-t", "1")
@@ -118,6 +120,7 @@ def test_a_refusal_speaks_of_flags_and_can_be_heeded(path: str) -> None:
     assert in_flags("kv_offload=False: none") == "--no-kv-offload: none"
 
 
+@pytest.mark.host
 def test_a_plan_fits_a_terminal(path: str) -> None:
     """80 columns, and columns that are straight."""
     devices = ["--device", "cuda:2GiB,cuda:3GiB", "--device", "cpu:4GiB"]

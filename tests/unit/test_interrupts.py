@@ -99,6 +99,7 @@ def test_other_threads_leave_handlers_alone() -> None:
     assert found == [signal.default_int_handler]
 
 
+@pytest.mark.host
 def test_an_interrupt_waits_for_one_step_only(tmp_path: Path) -> None:
     tiny.write(tmp_path / "tiny.gguf", tiny.Tiny())
     with quire.load(tmp_path / "tiny.gguf", threads=1) as llm:

@@ -89,6 +89,7 @@ def test_what_is_abandoned_is_given_back(llm: quire.LLM) -> None:
     assert pages(llm) == 0
 
 
+@pytest.mark.host
 def test_garbage_collected_within_a_step_waits_for_its_end(
     llm: quire.LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,6 +204,7 @@ def test_resting_sessions_give_way_however_they_are_held(path: Path) -> None:
             assert pages(llm) == 0
 
 
+@pytest.mark.host
 def test_what_cannot_be_computed_again_is_not(
     path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -252,6 +254,7 @@ def test_a_load_that_fails_gives_everything_back(path: Path) -> None:
         assert llm.budget.breakdown == before
 
 
+@pytest.mark.host
 def test_cached_prefixes_hold_no_more_than_half(path: Path) -> None:
     rng = np.random.default_rng(1)
     with quire.load(path, memory_budget="4MiB", swap_space=0) as llm:
@@ -269,6 +272,7 @@ def test_odd_arguments_of_load_are_refused(path: Path, named: dict[str, int]) ->
         quire.load(path, **named)  # type: ignore[arg-type]
 
 
+@pytest.mark.host
 def test_closing_gives_weights_and_pages_back_at_once(tmp_path: Path) -> None:
     path = tmp_path / "large.gguf"
     shape = tiny.Tiny(width=512, heads=8, kv_heads=8, head_dim=64, ffn=2048, layers=4, context=4096)

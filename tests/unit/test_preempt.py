@@ -64,9 +64,10 @@ def test_by_swapping(
         monkeypatch.setattr(llm.engine.room, "_seconds_per_token", lambda: 1e6)
         assert generate(llm) == expected
         assert counts(llm)["parked"] > 0 and counts(llm)["recomputed"] == 0
-        assert counts(llm)["parked"] == counts(llm)["brought back"]
+        # One whose last token is on its way may end while it is parked.
+        assert 0 < counts(llm)["brought back"] <= counts(llm)["parked"]
         llm.forget()  # cached prefixes went there too
-        assert [tier["used"] for tier in llm.memory.as_dict()["tiers"].values()] == [0]
+        assert {tier["used"] for tier in llm.memory.as_dict()["tiers"].values()} == {0}
 
 
 def test_what_is_sooner_done_is_done(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,9 +79,8 @@ def test_what_is_sooner_done_is_done(path: Path, monkeypatch: pytest.MonkeyPatch
             assert counts(llm)[manner] > before
 
 
-def test_swap_that_cannot_be_written_or_read(
-    path: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.host
+def test_swap_that_cannot_be_written_or_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = {"store": 0, "load": 0}
 
     def failing(name: str, real: object) -> object:
@@ -93,6 +93,8 @@ def test_swap_that_cannot_be_written_or_read(
 
         return sometimes
 
+    with quire.load(path) as roomy:
+        expected = generate(roomy)
     with quire.load(path, kv_cache_tokens=160) as llm:
         monkeypatch.setattr(llm.engine.room, "_seconds_per_token", lambda: 1e6)
         (disk,) = llm.engine.tiers.tiers
@@ -174,10 +176,13 @@ def test_an_edited_session_survives_what_fails(path: Path) -> None:
             llm.memory.audit()
 
 
+@pytest.mark.host
 def test_one_that_the_device_refuses_fails_alone(
-    path: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with quire.load(path) as llm:
+        expected = generate(llm)
+        llm.forget()
         real = llm.engine.runner.forward
 
         def forward(plan: Plan, lease: Lease) -> object:

@@ -91,7 +91,8 @@ def test_everybody_goes_on_meanwhile(
         opening = begun(aside, gate, llm, story)
         assert llm.generate("Something else", max_tokens=8, ignore_eos=True).token_ids
         llm.memory.audit()  # pages that are being filled are set aside
-        assert any("set aside" in use for use in llm.engine.memory.memory_breakdown()["cpu"])
+        uses = llm.engine.memory.memory_breakdown()[llm.device.name]
+        assert any("set aside" in use for use in uses)
         gate.open()
         with opening.result(20) as session:
             assert greedy(session) == expected

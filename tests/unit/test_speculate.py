@@ -168,6 +168,7 @@ def test_too_little_memory_for_everybody(always, path, draft_path, name: str) ->
         assert pages_held(llm) == pages_held(draft) == 0
 
 
+@pytest.mark.host
 def test_a_draft_model_gives_way_to_the_model(always, path, draft_path) -> None:
     """On one budget, what drafts hold goes before anybody is preempted."""
     with quire.load(path) as roomy:

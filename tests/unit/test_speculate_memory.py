@@ -12,6 +12,7 @@ from tests import tiny
 from tests.speculation import always, pages_held
 
 __all__ = ["always"]
+pytestmark = pytest.mark.host
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import quire
 from tests import tiny
 from tests.model_folders import model_folder
 
+pytestmark = pytest.mark.host
 ROOT = str(Path(quire.__file__).parent)
 
 

@@ -30,6 +30,7 @@ def test_reading_and_writing_at_a_place(tmp_path: Path) -> None:
         os.close(descriptor)
 
 
+@pytest.mark.host
 def test_a_model_runs_without_linux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files read through a place that moves, and as many threads as there are cores."""
     path = tmp_path / "m.gguf"
