@@ -17,6 +17,8 @@ _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _UNITS |= {"ki": 1024, "mi": 1024**2, "gi": 1024**3, "ti": 1024**4}
 KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
 """How K and V can be stored."""
+NOT_ON_GPUS = "activations='f32' is for the CPU; GPUs compute with 16 bits"
+"""What is said to those who ask for both."""
 _MOST = {"threads": 1024, "n_ctx": 2**31 - 1, "n_parallel": 16384}
 _MARGIN = 512 * 1024**2
 
@@ -101,7 +103,7 @@ class LoadConfig:
         if self.activations not in ("int8", "f32"):
             raise RequestError(f"activations must be 'int8' or 'f32', not {self.activations!r}")
         if self.gpu is not None and self.activations == "f32":
-            raise RequestError("activations='f32' is for the CPU; GPUs compute with 16 bits")
+            raise RequestError(NOT_ON_GPUS)
         if self.quantize not in (None, "q8_0", "q4_0"):
             raise RequestError(f"quantize must be 'q8_0', 'q4_0' or None, not {self.quantize!r}")
         size = self.page_tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Generator
+from collections.abc import Iterator
 
 import pytest
 
@@ -20,19 +20,18 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
         os.sched_setaffinity(0, {cores[(first + i) % len(cores)] for i in range(2)})
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Tests of the host find no GPU, nor do processes that they start; others take what is there.
 
     Of the host is what changes its steps, counts its bytes or calls, or holds its arithmetic to
     float32. All that such a test uses is made for it or for others of the same mark.
     """
-    if item.get_closest_marker("host") is None:
-        return (yield)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quire.devices.cuda.gpu_count", lambda: 0)
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        return (yield)
+        if item.get_closest_marker("host"):
+            patch.setattr("quire.devices.cuda.gpu_count", lambda: 0)
+            patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        yield
 
 
 def pytest_collection_finish() -> None:

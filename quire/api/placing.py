@@ -8,10 +8,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from quire.api.devices import HOST, budget_of, device_of, find_devices
-from quire.config import LoadConfig
+from quire.config import NOT_ON_GPUS, LoadConfig
 from quire.devices.budget import Budget
 from quire.devices.device import Device
-from quire.errors import DoesNotFit
+from quire.errors import DoesNotFit, RequestError
 from quire.models.loader import Part, Place
 from quire.models.registry import Model, open_weights
 from quire.ops import Ops
@@ -124,6 +124,8 @@ def place_model(
     described = find_devices(settings)
     if budget is not None and like is not None and settings.device == "auto":
         described = [Described(like.name, like.name.partition(":")[0], budget.free)]
+        if described[0].kind == "cuda" and settings.activations == "f32":
+            raise RequestError(NOT_ON_GPUS)
     if len(described) == 1 or budget is not None:
         one = described[-1] if settings.gpu is None else described[0]
         device = device_of(one, settings, budget or budget_of(one, settings))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,13 @@ import pytest
 
 import quire
 from quire.api.devices import find_devices
+from quire.api.placing import place_model
 from quire.config import LoadConfig
 from quire.devices import cuda
+from quire.devices.budget import Budget
 from quire.engine.request import Request
 from quire.errors import ModelError, QuireError, RequestError, SafetensorsError
+from quire.models.registry import open_weights
 from quire.models.rope import read_rope
 from quire.ops import Refused
 from quire.ops.cpu import CpuOps
@@ -54,6 +58,12 @@ def test_float32_is_computed_where_it_can_be(monkeypatch: pytest.MonkeyPatch) ->
     assert names == {"int8": ["cuda:0", "cpu"], "f32": ["cpu"]}
     with pytest.raises(RequestError, match="for the CPU"):
         LoadConfig(activations="f32", device="cuda")
+
+
+def test_float32_is_not_computed_beside_a_model_on_a_gpu(dense: Path) -> None:
+    gpu: Any = SimpleNamespace(name="cuda:0")
+    with open_weights(dense) as file, pytest.raises(RequestError, match="for the CPU"):
+        place_model(file, LoadConfig(activations="f32"), Budget(2**30), gpu)
 
 
 @pytest.fixture(scope="module")
