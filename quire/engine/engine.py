@@ -80,7 +80,8 @@ class Engine(Admission):
             last, self.flying = self.flying, None
             if last is not None:
                 self._go_on(last)
-            if self.flying is None:
+            ended = last is not None and any(one.finish_reason for one in self._outputs)
+            if self.flying is None and not ended:  # who has ended makes room before others do
                 launched = self.launch(self.scheduler.active)
                 if launched is not None and launched.flight is not None:
                     self.flying = launched  # it is read when the next one runs

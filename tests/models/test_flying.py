@@ -70,6 +70,23 @@ def test_sessions_hold_what_their_tokens_say(
     assert sum(steps.followed for steps in flying) > 0
 
 
+def test_nobody_is_parked_who_has_ended(
+    dense: Path, flying: list[HostSteps], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pages are free as soon as it is told, and the next step can wait for that."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    prompts = [[3 + i] * (20 + i) for i in range(12)]
+    with quire.load(dense, kv_cache_tokens=160) as llm:
+        llm.engine.room._seconds_per_token = lambda: 1e6
+        made = llm.generate(prompts, max_tokens=40, ignore_eos=True)
+        found = llm.memory.as_dict()["preemption"]
+    assert sum(steps.followed for steps in flying) > 0
+    assert found["parked"] == found["brought back"] > 0 and found["recomputed"] == 0
+    with quire.load(dense) as roomy:
+        wanted = roomy.generate(prompts, max_tokens=40, ignore_eos=True)
+    assert [one.token_ids for one in made] == [one.token_ids for one in wanted]
+
+
 def test_no_step_is_run_in_vain(dense: Path, flying: list[HostSteps]) -> None:
     """Where a generation ends is often known before its tokens are."""
     with quire.load(dense, threads=1) as llm:
