@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from threading import Lock
+from typing import Protocol
 from weakref import WeakSet
 
 from quire.errors import BudgetError, RequestError
 
-Lend = Callable[[int], bool]
-"""Frees one thing of those up to a rank (`engine.room.Rank`); False when there is none."""
+
+class Lender(Protocol):
+    """One of several who share a budget, and can free something for the others."""
+
+    def lend(self, up_to: int) -> bool:
+        """Frees one thing of those up to a rank (`engine.room.Rank`); False: there is none."""
+
+    def trim(self) -> bool:
+        """Gives back what no array uses, which nobody misses; whether there was any."""
+
+    def lendable(self, budget: Budget) -> int:
+        """Bytes of a budget that lending all there is would free, arrays not counted."""
 
 
 class Budget:
@@ -26,8 +37,8 @@ class Budget:
         self._by_use: dict[str, int] = {}
         self._shares: WeakSet[Share] = WeakSet()
         self._savers: list[Callable[[], None]] = []
-        self.lenders: list[Lend] = []
-        """Those who share it, each of whom can free something for the others."""
+        self.lenders: list[Lender] = []
+        """Those who share it."""
         self.passing = 0
         """How many hold some of it for a moment only, because a file is read or written: whoever
         is short of it waits for them."""
@@ -92,9 +103,9 @@ class Budget:
         for give_back in self._savers:
             give_back()
 
-    def borrow(self, me: Lend, rank: int) -> bool:
+    def borrow(self, me: Lender, rank: int) -> bool:
         """Has somebody else free something that ranks so low; False when nobody can."""
-        return any(lend(rank) for lend in self.lenders if lend != me)
+        return any(one.lend(rank) for one in self.lenders if one is not me)
 
     def _refusal(self, n_bytes: int, what: str) -> str:
         held = ", ".join(f"{use} {size:,}" for use, size in sorted(self._by_use.items()))

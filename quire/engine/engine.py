@@ -58,7 +58,7 @@ class Engine(Admission):
         self.flying: Launched | None = None
         """A step that the device works on, and whose tokens nobody has read yet."""
         self._outputs: list[StepOutput] = []
-        self.budget.whole.lenders.append(self.room.lend)
+        self.budget.whole.lenders.append(self.room)
 
     def start(
         self, sequence: Sequence, request: Request, matcher: Matcher | None = None,

@@ -35,14 +35,12 @@ def resize(engine: Engine, limits: Mapping[Budget, int], settings: ContextSettin
                 f"a budget of {by_whole[device.budget.whole]:,} bytes is more than the {most:,} "
                 f"that {device.name} has"
             )
-    room = None
-    while room is None:
-        try:
-            room = _room_of_one(engine, by_whole, settings)
-        except BudgetError:
-            # What a long prompt took stays idle until then; so does what other models keep.
-            if not (engine.compute.trim() or _borrowed(engine, by_whole)):
-                raise
+    try:
+        room = _room_of_one(engine, by_whole, settings)
+    except BudgetError:  # before anybody gives anything up that would be missed
+        if not any([one.trim() for budget in by_whole for one in budget.lenders]):
+            raise
+        room = _room_of_one(engine, by_whole, settings)
     _reclaim(by_whole)
     engine.room.make(lambda: _within(by_whole), None, Rank.RUNNING)
     _reclaim(by_whole)  # what others gave way to may be idle now
@@ -64,31 +62,32 @@ def _reclaim(limits: Mapping[Budget, int]) -> None:
         budget.reclaim()
 
 
-def _borrowed(engine: Engine, limits: Mapping[Budget, int]) -> bool:
-    return any(budget.borrow(engine.room.lend, Rank.RESTING) for budget in limits)
-
-
 def _within(limits: Mapping[Budget, int]) -> bool:
     return all(budget.used <= limit for budget, limit in limits.items())
 
 
 def _room_of_one(engine: Engine, limits: Mapping[Budget, int], settings: ContextSettings) -> int:
-    """How many tokens a sequence that is alone could have; it must do for each that runs."""
+    """How many tokens a sequence that is alone could have; it must do for each that runs.
 
+    Others on the same budget lend what they can do without.
+    """
     running = max((one.length + 1 for one in engine.scheduler.active), default=1)
     left: dict[Device, int] = {}
     for device, groups in engine.memory.specs_by_device.items():
         budget = device.budget.whole
         limit = limits.get(budget, budget.limit)
+        others = [one for one in budget.lenders if one is not engine.room]
+        lent = sum(one.lendable(budget) for one in others)
         pages = sum(pool.committed for pool in engine.memory.pools if pool.device is device)
-        stays, takes = budget.used - pages, sequence_bytes(groups, running, settings)
-        if limit < stays + takes:
+        stays, takes = budget.used - lent - pages, sequence_bytes(groups, running, settings)
+        least = stays + max(takes, pages - engine.room.own(budget))
+        if limit < least:
             held = ", ".join(f"{use} {size:,}" for use, size in sorted(budget.breakdown.items()))
             who = f"a request of {running - 1:,} tokens that runs" if running > 1 else "a sequence"
             raise BudgetError(
                 f"the budget of {device.name} cannot become {limit:,} bytes: {stays:,} of the "
                 f"{budget.used:,} that are held stay (held: {held}), and {who} takes {takes:,} at "
-                f"least; close sessions or wait, or pass at least {stays + takes:,}"
+                f"least; close sessions or wait, or pass at least {least:,}"
             )
         left[device] = limit - stays
     return longest_on_each(engine.memory.specs_by_device, left.__getitem__, settings)

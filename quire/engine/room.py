@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import IntEnum
 
+from quire.devices.budget import Budget
 from quire.engine.prefix_cache import PrefixCache
 from quire.engine.sequence import PARKED, Sequence
 from quire.errors import OutOfMemory
@@ -87,9 +88,9 @@ class Room:
         borrow = self._prefix.budget.whole.borrow
         if any(reclaim() for reclaim in self._things[: up_to + 1]):
             return True
-        if up_to >= Rank.ARRAYS and borrow(self.lend, Rank.ARRAYS):
+        if up_to >= Rank.ARRAYS and borrow(self, Rank.ARRAYS):
             return True
-        if up_to >= Rank.RESTING and (self._from_resting(for_) or borrow(self.lend, Rank.RESTING)):
+        if up_to >= Rank.RESTING and (self._from_resting(for_) or borrow(self, Rank.RESTING)):
             return True
         if up_to >= Rank.MARKS and self._from_marks(for_):
             return True
@@ -104,6 +105,31 @@ class Room:
         if any(reclaim() for reclaim in self._things[: up_to + 1]):
             return True
         return up_to >= Rank.RESTING and self._from_resting(None)
+
+    def trim(self) -> bool:
+        """Gives back what no array uses, which nobody misses; whether there was any."""
+        return self._things[Rank.ARRAYS]()
+
+    def lendable(self, budget: Budget) -> int:
+        """Bytes of a budget that lending all there is would free, arrays not counted."""
+        stuck = [s.id for s in self._resting(None) if s.edited and not self._parks(s)]
+        active = [s.id for s in self._active]
+        return self._memory.given_back_but([*active, *stuck, *self._marks()], budget)
+
+    def own(self, budget: Budget) -> int:
+        """Bytes of a budget that come back when everything here gives way that ever can."""
+        edited = [s.id for s in self._sequences.values() if s.edited]
+        everything = self._memory.given_back_but([], budget)
+        movable = everything - self._memory.given_back_but([*edited, *self._marks()], budget)
+        return everything - max(movable - self._tiers.limit, 0)
+
+    def _parks(self, sequence: Sequence) -> bool:
+        return self._tiers.for_bytes(self._memory.park_bytes(sequence.id)) is not None
+
+    def _marks(self) -> list[str]:
+        """Marks and pinned prefixes: nothing of them can be computed again."""
+        saved = self._memory.checkpoints.by_name.values()
+        return [one.name for one in saved if not one.cached] + [*self._prefix.index.pinned_names]
 
     def _from_resting(self, needy: Sequence | None) -> bool:
         """Takes the pages of a sequence that has nothing to compute.
@@ -134,10 +160,8 @@ class Room:
 
     def _from_marks(self, needy: Sequence | None) -> bool:
         """Moves what a mark or a pinned prefix alone holds to a tier; then what they share."""
-        saved = self._memory.checkpoints.by_name.values()
         spared = {*self._spared, *self.held}
-        marks = [one.name for one in saved if not one.cached and one.name not in spared]
-        marks += self._prefix.index.pinned_names
+        marks = [name for name in self._marks() if name not in spared]
         if any(map(self.park_checkpoint, marks)):
             return True
         resting = self._resting(needy)

@@ -52,7 +52,7 @@ class Sequences:
         for sequence in list(self._sequences.values()):
             self.end(sequence)
         self.closed = True
-        self.prefix.budget.whole.lenders.remove(self.room.lend)
+        self.prefix.budget.whole.lenders.remove(self.room)
         self.prefix.index.close()
         self.memory.close()
         self.tiers.close()

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from quire.devices.budget import Budget
 from quire.errors import RequestError
 from quire.memory.books import Books, Tables
 from quire.memory.checkpoint import Checkpoint
@@ -54,6 +55,17 @@ class Keeping(Books):
             for pool, pages, _ in self._held_here(one):
                 counts[pool.name][pages] += 1
         return Leavers(members, counts)
+
+    def given_back_but(self, stay: Sequence[int | str], budget: Budget) -> int:
+        """Bytes of a budget that come back when only these sequences and checkpoints stay."""
+        counts, freed = self.leavers(stay).counts, 0
+        for pool, pages in self.reserved:
+            counts[pool.name][pages] += 1
+        for pool in self.pools:
+            if pool.budget.whole is budget.whole:
+                held = np.flatnonzero(counts[pool.name])
+                freed += pool.committed - pool.commitment.bytes_under(held)
+        return freed
 
     def _held_here(self, one: int | str) -> list[tuple[PagePool, Int32, Int32]]:
         if isinstance(one, str):

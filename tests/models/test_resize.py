@@ -17,6 +17,13 @@ from tests.session_oracle import Oracle
 from tests.session_truth import Truth
 
 
+def kept(llm: quire.LLM) -> tuple[object, ...]:
+    """What a refused resize must not have cost: prefixes, pages, and who had to give way."""
+    found = llm.memory.as_dict()
+    pages = {name: group["pages_used"] for name, group in found["stats"].items()}
+    return found["prefix"]["entries"], pages, found["preemption"], found["tiers"]
+
+
 class Resized(Oracle):
     """Every so many deeds, the budget becomes another."""
 
@@ -32,14 +39,14 @@ class Resized(Oracle):
         budget = self.llm.budget
         weights = budget.breakdown["weights"]
         limit = weights + int(self.rng.choice([1e3, 5e4, 3e5, 8e5, 2e6, 2e7]) * self.rng.random())
-        before = budget.limit
+        before, held = budget.limit, kept(self.llm)
         self.log.append(f"resize {before:,} to {limit:,}")
         try:
             self.llm.resize(limit)
         except BudgetError as error:
             self.note(error)
             self.refused += 1
-            assert budget.limit == before
+            assert budget.limit == before and kept(self.llm) == held
         else:
             assert budget.used <= budget.limit == limit
             assert self.llm.n_ctx == session_kinds.N_CTX  # which was asked for
@@ -172,3 +179,29 @@ def test_two_models_on_one_budget(tmp_path: Path) -> None:
             assert llm.budget.limit == draft.budget.limit == 48 * 2**20
             made = llm.generate([5, 6, 7], max_tokens=8, speculate=draft, ignore_eos=True)
         assert made.token_ids == llm.generate([5, 6, 7], max_tokens=8, ignore_eos=True).token_ids
+
+
+def test_a_refusal_costs_nobody_anything(tmp_path: Path) -> None:
+    """It is decided before anything gives way, here or in another model on the same budget."""
+    tiny.write(tmp_path / "m.gguf", tiny.Tiny())
+    with (
+        quire.load(tmp_path / "m.gguf", threads=1) as llm,
+        quire.load(tmp_path / "m.gguf", threads=1, beside=llm) as other,
+        other.session() as resting, other.session() as marked,
+    ):  # fmt: skip
+        weights = llm.model.weight_bytes + other.model.weight_bytes
+        for one in (llm, other):
+            one.generate([9] * 100, max_tokens=4, ignore_eos=True)
+        resting.append([7] * 64)
+        marked.append([8] * 64)
+        marked.checkpoint()
+        before, limit = (kept(llm), kept(other)), llm.budget.limit
+        with pytest.raises(BudgetError, match="pass at least") as refused:
+            llm.resize(weights + 10)
+        assert (kept(llm), kept(other)) == before and llm.budget.limit == limit
+        least = int(str(refused.value).rsplit(" ", 1)[1].replace(",", ""))
+        with pytest.raises(BudgetError, match="pass at least"):
+            llm.resize(least - 1)
+        assert (kept(llm), kept(other)) == before
+        llm.resize(least)
+        assert llm.budget.whole.used <= least and kept(other) != before[1]

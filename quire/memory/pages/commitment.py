@@ -91,6 +91,17 @@ class Commitment:
         self._backed[fresh] = 0
         return sum(high - low for low, high in granules) * self.granularity
 
+    def bytes_under(self, pages: NDArray[np.intp]) -> int:
+        """Bytes that stay paid for when only these ascending pages are backed."""
+        if not self.gives_back:
+            return self.committed
+        size, granule, granules, end = self.page_bytes, self.granularity, 0, 0
+        for first, last in _runs(pages):
+            low = max(first * size // granule, end)
+            end = -(-last * size // granule)
+            granules += end - low
+        return granules * granule
+
     def back(self, fresh: Int32) -> None:
         """Pays for these ascending, not yet backed pages: all, or BudgetError and none."""
         granules = self._mark(fresh)
