@@ -48,7 +48,16 @@ class Grammar:
     text: str
 
 
-Constraint = Json | Regex | Grammar
+@dataclass(frozen=True)
+class Behind:
+    """Constrains output behind something that is written before, such as reasoning."""
+
+    before: str
+    """Rules in Lark's notation, of which `before` is what comes first."""
+    constraint: Json | Regex | Grammar
+
+
+Constraint = Json | Regex | Grammar | Behind
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from quire.errors import RequestError
-from quire.types import Constraint, Grammar, Json, Regex, Sampling, SamplingFields
+from quire.types import Behind, Constraint, Grammar, Json, Regex, Sampling, SamplingFields
 
 Stop: TypeAlias = str | Seq[str] | None
 """Texts that end an answer: one, several, or none."""
@@ -43,7 +43,7 @@ def sampling_of(sampling: Sampling | None, fields: SamplingFields) -> Sampling:
 
 def constraint_of(constraint: Constraint | None) -> Constraint | None:
     """A constraint, if it is one."""
-    if constraint is None or isinstance(constraint, (Json, Regex, Grammar)):
+    if constraint is None or isinstance(constraint, (Json, Regex, Grammar, Behind)):
         return constraint
     raise RequestError(
         f"constraint is a quire.Json, quire.Regex or quire.Grammar, not {constraint!r:.80}"

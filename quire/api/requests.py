@@ -24,7 +24,7 @@ from quire.speculate import speculator
 from quire.speculate.draft_model import Loaded
 from quire.text.detokenize import Detokenizer, StopStrings
 from quire.text.gbnf import as_lark
-from quire.types import Completion, Constraint, Grammar, Sampling, SamplingFields, Timings
+from quire.types import Behind, Completion, Constraint, Grammar, Sampling, SamplingFields, Timings
 
 if TYPE_CHECKING:
     from quire.api.session import Session
@@ -108,8 +108,11 @@ class Requests(Texts):
     def matcher(self, request: Request) -> Matcher | None:
         """A request's constraint, compiled."""
         constraint = request.constraint
-        if isinstance(constraint, Grammar) and isinstance(constraint.text, str):
-            constraint = Grammar(as_lark(constraint.text))
+        match constraint:
+            case Grammar(str(text)):
+                constraint = Grammar(as_lark(text))
+            case Behind(before, Grammar(str(text))):
+                constraint = Behind(before, Grammar(as_lark(text)))
         return None if constraint is None else self.engine.constrainer.compile(constraint)
 
     def end(self, job: Job) -> None:

@@ -17,12 +17,12 @@ from quire.api.arguments import listed, messages_of, template_options_of
 from quire.engine.signals import SignalsLater
 from quire.errors import RequestError
 from quire.text.answers import AnswerReader
-from quire.text.call_grammar import call_grammar
+from quire.text.call_grammar import before_answer, call_grammar
 from quire.text.calls import Tools, tools_of
 from quire.text.styles import Style, style_of
 from quire.text.template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
-from quire.types import Completion, Constraint, Grammar
+from quire.types import Behind, Completion, Constraint, Grammar, Json, Regex
 from quire.weights.file import WeightFile
 
 Prompt = str | Seq[int]
@@ -44,6 +44,8 @@ class ChatPrompt:
     """Those that it may call."""
     constraint: Grammar | None
     """What it must write, where it has to call one."""
+    before: str = ""
+    """Rules of what comes before the answer itself, as in `types.Behind`."""
 
     def __repr__(self) -> str:
         return f"<ChatPrompt {len(self.tokens)} tokens>"
@@ -61,6 +63,8 @@ class ChatPrompt:
         """What the answer must fit: as the caller says, or a call."""
         if constraint is not None and self.constraint is not None:
             raise RequestError("a call that must be made is a constraint; leave constraint out")
+        if isinstance(constraint, (Json, Regex, Grammar)) and self.before:
+            return Behind(self.before, constraint)
         return constraint or self.constraint
 
     def answered(self, completion: Completion | list[Completion]) -> Any:
@@ -120,7 +124,8 @@ class Texts:
             raise RequestError(
                 f"tool_choice is {tool_choice!r:.80}, but there are no tools", "tool_choice"
             )
-        return ChatPrompt(text, self.text_tokens(text), style, known, constraint)
+        before = before_answer(style, text, self._control_token)
+        return ChatPrompt(text, self.text_tokens(text), style, known, constraint, before)
 
     def _shown(self, tools: object) -> tuple[list[dict[str, Any]] | None, Tools | None]:
         """Tools for the template, and by name; None where there are none."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from quire.engine.schema import closed
 from quire.errors import RequestError
-from quire.types import Constraint, Grammar, Json, Regex
+from quire.types import Behind, Constraint, Grammar, Json, Regex
 
 # One space after colons and commas. With free white space small models write nothing else; a
 # schema may still ask for it, under "x-guidance".
@@ -97,6 +97,18 @@ def _grammar(constraint: Constraint, compiler: Any) -> str:
             return str(compiler.grammar_from_regex(ascii))
         case Grammar(text):
             return str(compiler.grammar_from_lark(text))
+        case Behind(before, inner):
+            first = {"name": "whole", "lark_grammar": f"start: before @answer\n{before}"}
+            return json.dumps({"grammars": [first, {**_one(inner, compiler), "name": "answer"}]})
+
+
+def _one(constraint: Constraint, compiler: Any) -> dict[str, Any]:
+    """A constraint as one of several grammars."""
+    made = _grammar(constraint, compiler)
+    if isinstance(constraint, Grammar):
+        return {"lark_grammar": made}
+    (found,) = json.loads(made)["grammars"]
+    return dict(found)
 
 
 class Matcher:

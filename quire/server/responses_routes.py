@@ -40,6 +40,8 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     background: bool | None = None
     session_id: str | None = None
     cache_salt: str | None = None
+    return_progress: bool | None = None
+    timings_per_token: bool | None = None
 
     def as_chat(self) -> ChatBody:
         """The same as a chat."""
@@ -56,6 +58,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
             tool_choice=self.tool_choice, parallel_tool_calls=self.parallel_tool_calls,
             response_format=_format(self.text),
             session_id=self.session_id, cache_salt=self.cache_salt,
+            return_progress=self.return_progress, timings_per_token=self.timings_per_token,
         )  # fmt: skip
 
     def echoed(self) -> dict[str, Any]:
@@ -86,7 +89,7 @@ async def responses(request: Request) -> Response:
 
     def writer(turn: Turn) -> ResponseWriter:
         head = {"created_at": int(time.time()), "model": turn.run.ask.model.name, **body.echoed()}
-        return ResponseWriter(turn, head, chat.parallel_tool_calls is False)
+        return ResponseWriter(turn, head, chat)
 
     beginning = begin_chat(request, chat, _WORDS)
     if chat.streams:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from quire.server.chat_routes import ChatBody
 from quire.server.conversation import spoken
 from quire.server.dialect import new_id
 from quire.server.errors import ApiError
+from quire.server.progress import Watched
 from quire.server.turn import Turn
 from quire.server.wire import event
 from quire.text.answers import Answer
@@ -23,11 +25,12 @@ def refused(error: ApiError) -> bytes:
 class ResponseWriter:
     """One response: `whole` as an object, `events` as it comes."""
 
-    def __init__(self, turn: Turn, head: dict[str, Any], one_call: bool) -> None:
+    def __init__(self, turn: Turn, head: dict[str, Any], body: ChatBody) -> None:
         self._state = turn.state
         self._run = turn.run
         self._head = {"id": new_id("resp_"), "object": "response", **head}
-        self._one_call = one_call
+        self._one_call = body.parallel_tool_calls is False
+        self._watched = Watched(turn.run, body.return_progress, body.timings_per_token)
         self._output: list[dict[str, Any]] = []
         self._open: _Item | None = None
         self._finish = "stop"
@@ -46,14 +49,16 @@ class ResponseWriter:
         try:
             yield self._event("created", response=self._told("in_progress"))
             yield self._event("in_progress", response=self._told("in_progress"))
+            async for progress in self._watched.prompt():
+                yield self._event("in_progress", response=self._told("in_progress"), **progress)
             async for part in spoken(self._run, self._one_call):
                 self._finish = part.finish_reason or self._finish
                 for kind, fields in self._take(part.answer):
-                    yield self._event(kind, **fields)
+                    yield self._event(kind, **fields, **self._watched.token())
             for kind, fields in self._close(self._status):
                 yield self._event(kind, **fields)
             ended = self._ended()
-            yield self._event(ended["status"], response=ended)
+            yield self._event(ended["status"], response=ended, **self._watched.token())
         except Exception as error:
             told = self._state.told(error)
             failure = {"code": told.code or told.type, "message": told.message}
@@ -121,7 +126,7 @@ class ResponseWriter:
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": usage["completion_tokens_details"],
             "total_tokens": usage["total_tokens"],
         }
         more = {"usage": counts, "timings": self._run.timings(), "memory": self._run.memory()}

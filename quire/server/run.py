@@ -265,9 +265,9 @@ class Run:
         """The first job of each prompt."""
         return self.jobs[:: self.ask.n]
 
-    def usage(self) -> dict[str, object]:
+    def usage(self) -> dict[str, Any]:
         """Tokens, as OpenAI counts them, and why those that were computed had to be."""
-        return usage(self.jobs, self.firsts)
+        return usage(self.jobs, self.firsts, self.ask.chat, self.llm.tokenizer)
 
     def memory(self) -> dict[str, int]:
         """What the jobs held when they ended, and at most."""

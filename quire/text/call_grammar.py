@@ -15,6 +15,7 @@ TokenId = Callable[[str], int | None]
 """The id of a control token by its text; None where it is plain text."""
 
 _TEXT = "/(?s:.*)/"
+_TURN = "<|start|>assistant"
 # As models were taught: one space after colons and commas, and none elsewhere.
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _JSON_CALLS = {  # what stands before and behind a name and its arguments, and between two calls
@@ -36,15 +37,69 @@ def call_grammar(
     return Grammar(_CallGrammar(style, tools, token_id, many).lark(thinking))
 
 
-class _CallGrammar:
+def before_answer(style: Style, prompt: str, token_id: TokenId) -> str:
+    """What a model writes before its answer begins, as rules of which `before` is the first.
+
+    Empty where the answer begins at once.
+    """
+    rules = _Rules(style, token_id)
+    if style.name == "gpt-oss" and prompt.rstrip().endswith(_TURN):
+        channel, message = rules.mark("<|channel|>"), rules.mark("<|message|>")
+        return rules.beginning("before", f'{rules.analysis()}{channel} "final" {message}')
+    return rules.beginning("before", rules.thought(True)) if style.thinking(prompt) else ""
+
+
+class _Rules:
     """Rules in Lark's notation, as llguidance reads it."""
 
-    def __init__(self, style: Style, tools: Tools, token_id: TokenId, many: bool) -> None:
+    def __init__(self, style: Style, token_id: TokenId) -> None:
         self._style = style
-        self._tools = tools
         self._token_id = token_id
-        self._many = many
         self._rules: list[str] = []
+
+    def beginning(self, name: str, body: str) -> str:
+        """All rules so far, behind one that they are for."""
+        return "\n".join([f"{name}: {body}", *self._rules])
+
+    def rule(self, body: str, options: str = "") -> str:
+        """One more; its name."""
+        name = f"r{len(self._rules)}"
+        self._rules.append(f"{name}{options}: {body}")
+        return name
+
+    def mark(self, text: str) -> str:
+        """A control token, or the text that it is written as."""
+        id = self._token_id(text)
+        return json.dumps(text, ensure_ascii=False) if id is None else f"<[{id}]>"
+
+    def until(self, mark: str) -> str:
+        """Any text up to a mark, and the mark."""
+        if self._token_id(mark) is None:
+            return self.rule(_TEXT, f"[suffix={json.dumps(mark, ensure_ascii=False)}]")
+        return f"{_TEXT} {self.mark(mark)}"
+
+    def thought(self, thinking: bool) -> str:
+        """Reasoning, if there is any; where it has begun, the rest of it."""
+        if self._style.reasoning is None:
+            return ""
+        open, close = self._style.reasoning
+        thought = f"{self.until(close)} /\\s{{0,2}}/"
+        return f"{thought} " if thinking else f"({self.mark(open)} {thought})? "
+
+    def analysis(self) -> str:
+        """A message to itself, if it writes one, and the beginning of the next."""
+        channel, message = self.mark("<|channel|>"), self.mark("<|message|>")
+        thought = f'{channel} "analysis" {message} {self.until("<|end|>")}'
+        return f'({thought} {self.mark("<|start|>")} "assistant")? '
+
+
+class _CallGrammar(_Rules):
+    """A call of one of some tools, or more."""
+
+    def __init__(self, style: Style, tools: Tools, token_id: TokenId, many: bool) -> None:
+        super().__init__(style, token_id)
+        self._tools = tools
+        self._many = many
 
     def lark(self, thinking: bool) -> str:
         """The whole grammar."""
@@ -54,35 +109,12 @@ class _CallGrammar:
             "functiongemma": lambda: self._gemma("<escape>"), "gpt-oss": self._channels,
         }  # fmt: skip
         body = write.get(self._style.name, self._json)()
-        return "\n".join([f"start: {self._thought(thinking)}{body}", *self._rules])
-
-    def _rule(self, body: str, options: str = "") -> str:
-        name = f"r{len(self._rules)}"
-        self._rules.append(f"{name}{options}: {body}")
-        return name
-
-    def _mark(self, text: str) -> str:
-        """A control token, or the text that it is written as."""
-        id = self._token_id(text)
-        return json.dumps(text, ensure_ascii=False) if id is None else f"<[{id}]>"
-
-    def _until(self, mark: str) -> str:
-        """Any text up to a mark, and the mark."""
-        if self._token_id(mark) is None:
-            return self._rule(_TEXT, f"[suffix={json.dumps(mark, ensure_ascii=False)}]")
-        return f"{_TEXT} {self._mark(mark)}"
-
-    def _thought(self, thinking: bool) -> str:
-        if self._style.reasoning is None:
-            return ""
-        open, close = self._style.reasoning
-        thought = f"{self._until(close)} /\\s{{0,2}}/"
-        return f"{thought} " if thinking else f"({self._mark(open)} {thought})? "
+        return self.beginning("start", f"{self.thought(thinking)}{body}")
 
     def _each(self, call: Callable[[str, Mapping[str, Any]], str]) -> str:
         """One of the tools."""
-        calls = [self._rule(call(name, schema)) for name, schema in self._tools.schemas.items()]
-        return self._rule(" | ".join(calls))
+        calls = [self.rule(call(name, schema)) for name, schema in self._tools.schemas.items()]
+        return self.rule(" | ".join(calls))
 
     def _several(self, one: str, gap: str = "") -> str:
         """One of what was given or, where that may be, more."""
@@ -101,7 +133,7 @@ class _CallGrammar:
         return self._several(one, _quoted(gap))
 
     def _mistral(self) -> str:
-        calls, args = self._mark("[TOOL_CALLS]"), self._mark("[ARGS]")
+        calls, args = self.mark("[TOOL_CALLS]"), self.mark("[ARGS]")
         one = self._each(
             lambda name, schema: f"{calls} {_quoted(name)} {args} {self._arguments(schema)}"
         )
@@ -117,21 +149,17 @@ class _CallGrammar:
                 ]
             )
         )
-        return f'{self._mark("[TOOL_CALLS]")} "[" {self._several(one, _quoted(", "))} "]"'
+        return f'{self.mark("[TOOL_CALLS]")} "[" {self._several(one, _quoted(", "))} "]"'
 
     def _channels(self) -> str:
-        channel, message = self._mark("<|channel|>"), self._mark("<|message|>")
-        thought = (
-            f'({channel} "analysis" {message} {self._until("<|end|>")} {self._mark("<|start|>")} '
-            '"assistant")? '
-        )
+        channel, message = self.mark("<|channel|>"), self.mark("<|message|>")
         one = self._each(
             lambda name, schema: (
                 f"{channel} {_quoted(f'commentary to=functions.{name} ')} "
-                f'{self._mark("<|constrain|>")} "json" {message} {self._arguments(schema)}'
+                f'{self.mark("<|constrain|>")} "json" {message} {self._arguments(schema)}'
             )
         )
-        return thought + one
+        return self.analysis() + one
 
     # -- parameter by parameter -----------------------------------------------------------------
 
@@ -142,7 +170,7 @@ class _CallGrammar:
             if (known := _choices(schema)) is not None:
                 return f"{known} {_quoted(end)}"
             if schema.get("type") == "string":
-                return self._until(end)
+                return self.until(end)
             return f"{_json_rule(schema)} {_quoted(end)}"
 
         def call(name: str, schema: Mapping[str, Any]) -> str:
@@ -161,13 +189,13 @@ class _CallGrammar:
                 f'{_quoted(name + "(")} {self._listed(schema, "=", ", ", _json_rule)} ")"'
             )
         )
-        open, close = self._mark("<|tool_call_start|>"), self._mark("<|tool_call_end|>")
+        open, close = self.mark("<|tool_call_start|>"), self.mark("<|tool_call_end|>")
         return f'{open} "[" {self._several(one, _quoted(", "))} "]" {close}'
 
     def _gemma(self, quote: str) -> str:
-        mark = self._mark(quote)
-        text = f"{mark} {self._until(quote)}"
-        any_value = self._rule("")  # it refers to itself
+        mark = self.mark(quote)
+        text = f"{mark} {self.until(quote)}"
+        any_value = self.rule("")  # it refers to itself
         number = int(any_value[1:])
         pair = '/[^:{}\\[\\],]+/ ":" ' + any_value
         self._rules[number] = (
@@ -190,7 +218,7 @@ class _CallGrammar:
         )
         assert self._style.calls is not None
         open, close = self._style.calls.spans[0]
-        return self._several(self._rule(f"{self._mark(open)} {one} {self._mark(close)}"))
+        return self._several(self.rule(f"{self.mark(open)} {one} {self.mark(close)}"))
 
     def _listed(
         self, schema: Mapping[str, Any], equals: str, comma: str,
@@ -202,8 +230,8 @@ class _CallGrammar:
             pair = f"{_quoted(key + equals)} {value(one)}"
             optional = "" if needed else "?"
             here = f"{pair} {rest}"
-            first = self._rule(here if needed else f"{here} | {first}")
-            rest = self._rule(f"({_quoted(comma)} {pair}){optional} {rest}")
+            first = self.rule(here if needed else f"{here} | {first}")
+            rest = self.rule(f"({_quoted(comma)} {pair}){optional} {rest}")
         return first
 
 

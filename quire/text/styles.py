@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from quire.text import calls
 from quire.text.answers import AnswerReader, CallMarks, ChannelReader, TagReader
@@ -28,6 +29,21 @@ class Style:
         """Whether a prompt ends with the beginning of the reasoning."""
         return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning[0].rstrip())
 
+    def reasoned(self, prompt: str, pieces: Sequence[bytes]) -> int:
+        """How many tokens of an answer, given as their bytes, are reasoning and its marks."""
+        marks = _ANALYSIS if self.name == "gpt-oss" else self.reasoning
+        if marks is None:
+            return 0
+        open, close = (mark.encode() for mark in marks)
+        whole = b"".join(pieces)
+        if not self.thinking(prompt) and not whole.lstrip().startswith(open):
+            return 0
+        end = whole.find(close)
+        if end < 0:
+            return len(pieces)
+        begins = accumulate((len(piece) for piece in pieces[:-1]), initial=0)
+        return sum(at < end + len(close) for at in begins)
+
     def reader(self, tools: Tools | None = None, prompt: str = "") -> AnswerReader:
         """A reader for the answer to a prompt; calls are looked for where there are tools."""
         if self.name == "gpt-oss":
@@ -35,6 +51,7 @@ class Style:
         return TagReader(self.reasoning, self.calls, tools, self.thinking(prompt))
 
 
+_ANALYSIS = ("<|channel|>analysis", "<|end|>")
 _TAGS = (("<tool_call>", "</tool_call>"),)
 _XML = CallMarks((*_TAGS, ("<function=", "</function>")), calls.xml_calls)
 _CALLS: dict[str, CallMarks | None] = {

@@ -281,19 +281,27 @@ def test_vectors_of_texts_and_ids_in_turn(rig: Rig) -> None:
 
 
 def written(told: dict[str, Any]) -> str:
-    """The text of an event, in any of three forms."""
+    """The text of an event, in any of four forms."""
+    if isinstance(told.get("delta"), str):
+        return str(told["delta"])
     choice = (told.get("choices") or [{}])[0]
     delta = choice.get("delta", {})
     return told.get("content") or choice.get("text") or delta.get("content") or ""
 
 
-@pytest.mark.parametrize("path", ["/completion", "/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    "path", ["/completion", "/v1/completions", "/v1/chat/completions", "/v1/responses"]
+)
 def test_the_progress_of_a_prompt_and_the_speed_of_an_answer(rig: Rig, path: str) -> None:
     rig.llm.forget()
-    asked: dict[str, Any] = {"prompt": ASK * 20, "messages": turns(ASK * 20)}
-    asked.pop("messages" if "chat" not in path else "prompt")
-    more = {"max_tokens": 4, "return_progress": True, "timings_per_token": True, "temperature": 0}
+    asked: dict[str, Any] = {"prompt": ASK * 20, "max_tokens": 4, "temperature": 0}
+    if "chat" in path:
+        asked["messages"] = turns(asked.pop("prompt"))
+    if "responses" in path:
+        asked = {"input": ASK * 20, "max_output_tokens": 4, "temperature": 0}
+    more = {"return_progress": True, "timings_per_token": True}
     events = [one for one in rig.events(path, **asked, **more) if one != "[DONE]"]
+    events = [one for one in events if "timings" in one]
     told = [one["prompt_progress"] for one in events if "prompt_progress" in one]
     total = told[0]["total"]
     assert told[0]["processed"] == told[0]["cache"] and told[-1]["processed"] == total
@@ -304,5 +312,5 @@ def test_the_progress_of_a_prompt_and_the_speed_of_an_answer(rig: Rig, path: str
     assert not any("prompt_progress" in one for one in behind)
     said = [one for one in behind if written(one)]
     assert said and all("timings" in one for one in said)
-    plain = rig.events(path, **asked, max_tokens=4, temperature=0)
+    plain = rig.events(path, **asked)
     assert not any("prompt_progress" in one for one in plain if one != "[DONE]")

@@ -135,3 +135,18 @@ def test_reasoning_comes_apart(rig: Rig) -> None:
     events = rig.events(CHAT, messages=turns("hi"), temperature=0, **body)
     deltas = [e["choices"][0]["delta"] for e in events[:-1]]
     assert "".join(d.get("reasoning_content", "") for d in deltas) == message["reasoning_content"]
+
+
+def test_a_form_is_that_of_the_answer_and_not_of_the_reasoning(rig: Rig) -> None:
+    """Where the template begins the reasoning, a constraint waits until it ends."""
+    body = {
+        "model": "thinker", "max_tokens": 5, "logit_bias": {"100": 100},
+        "structured_outputs": {"regex": "yes|no"},
+    }  # fmt: skip
+    thinks = rig.chat("hi", **body, chat_template_kwargs={"enable_thinking": True})
+    message = thinks["choices"][0]["message"]
+    assert message["reasoning_content"] == 5 * "d" and message["content"] == ""
+    assert thinks["usage"]["completion_tokens_details"] == {"reasoning_tokens": 5}
+    at_once = rig.chat("hi", **body)
+    assert at_once["choices"][0]["message"]["content"] in ("yes", "no")
+    assert at_once["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from quire.engine.constrain import Constrainer
 from quire.errors import RequestError
 from quire.text.answers import Answer
-from quire.text.call_grammar import call_grammar
+from quire.text.call_grammar import before_answer, call_grammar
 from quire.text.calls import Tools, tools_of
 from quire.text.styles import Style, style_of
+from quire.types import Behind, Constraint, Grammar, Json, Regex
 
 TOOLS = [
     {
@@ -304,6 +305,60 @@ def test_reasoning_may_come_before_a_call() -> None:
     assert takes(
         "gpt-oss",
         "<|channel|>analysis<|message|>hm<|end|><|start|>assistant" + CALLED["gpt-oss"],
+    )
+
+
+BEFORE = {
+    "hermes": ("<|im_start|>assistant\n<think>\n", "hm, </th>\n</think>\n\n"),
+    "mistral": ("[/INST][THINK]", "hm[/THINK]"),
+    "gpt-oss": ("<|start|>assistant", "<|channel|>final<|message|>"),
+}
+
+
+@pytest.mark.parametrize("name", BEFORE)
+@pytest.mark.parametrize(
+    "constraint",
+    [Json({"enum": ["yes"]}), Regex('"y?es"'), Grammar('start: before\nbefore: "\\"yes\\""')],
+)
+def test_a_constraint_holds_behind_what_comes_first(name: str, constraint: Constraint) -> None:
+    prompt, first = BEFORE[name]
+    before = before_answer(style(name), prompt, Bytes().special)
+    assert isinstance(constraint, (Json, Regex, Grammar))
+
+    def taken(text: str) -> bool:
+        matcher = CONSTRAINER.compile(Behind(before, constraint))._matcher
+        return all(map(matcher.consume_token, Bytes().encode(text))) and matcher.is_accepting()
+
+    assert taken(f'{first}"yes"') and not taken('"yes"') and not taken(f'{first}"no"')
+    assert style(name).reader(prompt=prompt).parse(f'{first}"yes"').text == '"yes"'
+
+
+def test_nothing_comes_before_an_answer_that_begins_at_once() -> None:
+    for name, prompt in (
+        ("hermes", "<think>\n</think>\n"),
+        ("gpt-oss", "<|message|>So"),
+        ("lfm2", ""),
+    ):
+        assert before_answer(style(name), prompt, Bytes().special) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "answer", "reasoned"),
+    [
+        ("hermes", "<think>\n", "hm</think>so", 10), ("hermes", "<think>", "hm", 2),
+        ("hermes", "", "<think>hm</think>so", 17), ("hermes", "", "hm</think>", 0),
+        ("llama3", "<think>", "hm</think>", 0), ("gpt-oss", "", "<|channel|>final<|message|>a", 0),
+        ("gpt-oss", "", "<|channel|>analysis<|message|>hm<|end|><|start|>assistant", 13),
+    ],
+)  # fmt: skip
+def test_tokens_of_reasoning_are_counted(
+    name: str, prompt: str, answer: str, reasoned: int
+) -> None:
+    pieces = list(map(Bytes().token_bytes, Bytes().encode(answer)))
+    assert style(name).reasoned(prompt, pieces) == reasoned
+    joined = [b"".join(pieces[:3]), *pieces[3:]]
+    assert style(name).reasoned(prompt, joined) == max(reasoned - len(pieces[:3]) + 1, 0) * bool(
+        reasoned
     )
 
 
