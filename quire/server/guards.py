@@ -45,7 +45,10 @@ class Guards:
             self._check_length(headers)
             await self._answer(scope, came, came.drained(send))
         except ApiError as error:
-            await error.response()(scope, receive, came.drained(send))
+            # Ollama's clients read OpenAI's form as well as their own, and so does everybody else.
+            path = scope["path"] if scope["path"].startswith("/v1/") else ""
+            answer = error.response(path)
+            await answer(scope, receive, came.drained(send))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """What goes wrong in a route is said here, once, and not to the client in detail."""
@@ -66,8 +69,8 @@ class Guards:
 
     def _check_host(self, headers: Headers) -> None:
         """A page elsewhere whose name was made to point here is not let in."""
-        host = headers.get("host", "")
-        if self._settings.on_loopback and not _LOCAL.fullmatch(host):
+        host = headers.get("host")  # no browser leaves it out, and only HTTP/1.0 may
+        if self._settings.on_loopback and host is not None and not _LOCAL.fullmatch(host):
             raise ApiError(403, f"this server answers to localhost, not to {host!r:.80}")
 
     def _check_origin(self, headers: Headers) -> None:

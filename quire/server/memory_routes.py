@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from quire.errors import OutOfMemory
 from quire.server.errors import ApiError
+from quire.server.models import ServedModel
 from quire.server.state import State
 from quire.server.wire import as_json, read_as
 
@@ -35,15 +36,18 @@ _PARTS = (
 )  # fmt: skip
 
 
+def _meant(state: State, name: str | None) -> ServedModel:
+    """The model that is named; without a name the first, or rather the first that is loaded."""
+    found = state.models.find(name)
+    return found if found.loaded or name or not state.models.loaded else state.models.loaded[0]
+
+
 async def report(state: State, name: str | None = None) -> dict[str, Any]:
     """`llm.memory.as_dict()` of a model, and what all of several hold together.
 
     To look is not to use: nothing is loaded for it, or stays loaded.
     """
-    models = state.models
-    model = models.find(name)
-    if not model.loaded and not name and models.loaded:
-        model = models.loaded[0]
+    models, model = state.models, _meant(state, name)
     told: dict[str, Any] = {"model": model.name, **dict.fromkeys(_SIZES, 0)}
     told |= {part: {} for part in _PARTS}
     with model.kept():
@@ -68,7 +72,7 @@ async def resize(request: Request) -> Response:
     body = await read_as(request, BudgetBody)
     if body.budget_bytes < 1:
         raise ApiError(400, "budget_bytes is a number of bytes above 0", param="budget_bytes")
-    model = state.models.find(body.model)
+    model = _meant(state, body.model)
     async with state.models.using(model) as llm:
         try:
             await model.call(lambda: llm.resize(body.budget_bytes))

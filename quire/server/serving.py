@@ -53,6 +53,8 @@ class _Connection(h11.Connection):
             if type(event) is h11.Request and _head_bytes(event) > _MOST_HEAD:
                 # A head that came in one piece was never incomplete, which is all that h11 limits.
                 raise h11.RemoteProtocolError("the head is too long", error_status_hint=431)
+            if type(event) is h11.Request and _two_lengths(event):
+                raise h11.RemoteProtocolError("a body has one length", error_status_hint=400)
             return event
         except h11.RemoteProtocolError as error:
             self.hint = error.error_status_hint
@@ -76,6 +78,12 @@ class _Connection(h11.Connection):
         first = b"H" if self.our_state is h11.SEND_RESPONSE else b"0" if in_chunks else b""
         self._ahead = bool(first)
         return first
+
+
+def _two_lengths(request: h11.Request) -> bool:
+    """Whether a body has a length and comes in chunks: a proxy may see another one than we."""
+    names = {name for name, _ in request.headers}
+    return b"content-length" in names and b"transfer-encoding" in names
 
 
 def _head_bytes(request: h11.Request) -> int:

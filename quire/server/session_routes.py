@@ -73,7 +73,7 @@ async def create(request: Request) -> Response:
     model = state.models.find(body.model)
     if body.ttl_s is not None and not 0 < body.ttl_s <= LONGEST_TTL:
         most = f"{LONGEST_TTL:.0f}"
-        raise ApiError(400, f"ttl_s is a number of seconds from 0 to {most}", param="ttl_s")
+        raise ApiError(400, f"ttl_s is a number of seconds above 0, at most {most}", param="ttl_s")
     if body.open is not None:
         if body.prompt is not None or body.messages is not None:
             raise ApiError(400, "open takes a session as it was saved; append to it later")

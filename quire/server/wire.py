@@ -40,6 +40,9 @@ def as_json(value: Any, status: int = 200, headers: dict[str, str] | None = None
 async def read_as(request: Request, form: type[T], kinds: tuple[str, ...] = (JSON,)) -> T:
     """The body of a request as a type; refused where it is none, or comes as another kind."""
     body = await _body(request)
+    packed = request.headers.get("content-encoding", "identity").strip().lower()
+    if packed not in ("", "identity"):
+        raise ApiError(415, f"bodies are read as they are, not as Content-Encoding {packed!r:.80}")
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if body and kind not in kinds:
         raise ApiError(415, f"bodies are JSON (Content-Type: application/json), not {kind!r:.80}")

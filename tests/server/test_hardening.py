@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import socket
@@ -109,6 +110,21 @@ def test_other_kinds_of_body(rig: Rig) -> None:
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""):
         assert post(rig, COMPLETE, b'{"prompt": "a"}', kind).status_code == 415
     assert post(rig, COMPLETE, b'{"prompt": "a"}', "application/json; charset=utf-8").is_success
+    packed = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    answer = rig.http.post(COMPLETE, content=gzip.compress(b'{"prompt": "a"}'), headers=packed)
+    assert answer.status_code == 415 and "gzip" in answer.json()["error"]["message"]
+
+
+def test_a_body_has_one_length(rig: Rig) -> None:
+    """Where it has two, a proxy may take for another request what is the rest of this one."""
+    head = f"POST {COMPLETE} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    lengths = "Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n"
+    assert raw(rig, f"{head}{lengths}0\r\n\r\n".encode()).startswith(b"HTTP/1.1 400 ")
+
+
+def test_old_clients_need_not_name_the_host(rig: Rig) -> None:
+    assert raw(rig, b"GET /health HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 200 ")
+    assert raw(rig, b"GET /health HTTP/1.1\r\n\r\n").startswith(b"HTTP/1.1 400 ")
 
 
 def test_methods_and_paths(rig: Rig) -> None:
@@ -246,6 +262,7 @@ def test_every_route_needs_the_key(locked: Rig) -> None:
                 answer = locked.http.request(method, path, headers=headers)
                 assert answer.status_code == 401, (method, path)
                 assert answer.json()["error"]["code"] == "invalid_api_key"
+                assert path.startswith("/v1/messages") == (answer.json().get("type") == "error")
             asked += 1
     assert asked > 20
     assert locked.http.get("/nothing").status_code == 401

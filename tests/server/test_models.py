@@ -181,6 +181,11 @@ def test_what_another_model_keeps_for_later_does_not_keep_a_budget_large(tmp_pat
         weights = [model.llm.model.weight_bytes for model in rig.state.models.loaded]
         enough = sum(weights) + (1 << 20)
         assert sum(held.values()) > enough
+        before = [model.llm.engine.memory.cached_bytes for model in rig.state.models.loaded]
+        refused = rig.http.patch("/v1/memory", json={"budget_bytes": sum(weights)})
+        assert refused.status_code == 409
+        after = [model.llm.engine.memory.cached_bytes for model in rig.state.models.loaded]
+        assert after == before and all(before)  # who cannot have it costs nobody anything
         body = {"budget_bytes": enough, "model": "tiny-dense"}
         assert rig.http.patch("/v1/memory", json=body).status_code == 200
         used = rig.http.get("/v1/memory").json()["shared"]["used_bytes"]
