@@ -94,10 +94,17 @@ class Admission:
         except BaseException:
             if one in self.waiting:
                 self.waiting.remove(one)
-            elif turn.done() and not turn.cancelled():  # it was let in as it left
+            elif turn.done() and not turn.cancelled() and not turn.exception():
+                # It was let in as it left.
                 self.running -= turn.result().answers
             self.let_in()
             raise
+
+    def refuse(self, error: ApiError) -> None:
+        """Lets nobody in any more of those who wait."""
+        for one in self.waiting:
+            if not one.turn.done():
+                one.turn.set_exception(error)
 
     def _take(self, key: str, weight: int) -> Place:
         place = Place(self, key)

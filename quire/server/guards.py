@@ -61,6 +61,10 @@ class Guards:
 
         try:
             await self._app(scope, receive, sending)
+        except asyncio.CancelledError:  # the server ends, and does not wait any longer
+            if started:
+                raise
+            raise ApiError(503, "the server ended before this was done", code="draining") from None
         except Exception as error:
             log.error("%s %s failed", scope["method"], scope["path"], exc_info=error)
             if started:

@@ -37,6 +37,8 @@ _LOOK_S = 0.02
 """How often it is looked whether a client that sends no more is there."""
 _THREADS = 64
 """For what takes its time off the event loop: long texts and files of some hold nobody else up."""
+_LAST_S = 1.0
+"""How long those who are cut off when a server ends have to be told so."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -159,6 +161,14 @@ class Protocol(H11Protocol):
         if self._half_closed and self.cycle.response_complete:
             self.transport.close()
 
+    def shutdown(self) -> None:
+        """The server ends: what has not come by now is not waited for."""
+        if self._body_begun and not self.cycle.response_started:
+            self.transport.write(_raw(503, "the server is about to end"))
+            self.transport.close()
+        else:
+            super().shutdown()
+
     def _set_deadline(self, seconds: float | None) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
@@ -183,9 +193,15 @@ class Protocol(H11Protocol):
 
 
 def _raw(status: int, message: str) -> bytes:
-    body = msgspec.json.encode(ApiError(status, message).as_dict())
-    head = f"HTTP/1.1 {status} Refused\r\nContent-Type: application/json\r\n"
-    return f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
+    error = ApiError(status, message)
+    body = msgspec.json.encode(error.as_dict())
+    headers = {
+        "Content-Type": "application/json",
+        "Content-Length": str(len(body)),
+        **error.headers,
+    }
+    head = [f"HTTP/1.1 {status} Refused", *(f"{name}: {value}" for name, value in headers.items())]
+    return "\r\n".join([*head, "Connection: close\r\n\r\n"]).encode() + body
 
 
 class Server(uvicorn.Server):
@@ -214,7 +230,10 @@ class Server(uvicorn.Server):
         """What runs comes to its end, or is cut off after a while; then all is given back."""
         assert self.state is not None
         self.state.stop_admitting()
+        loop = asyncio.get_running_loop()
+        over = loop.call_later(self._settings.drain_s, self.state.cut_off)
         await super().shutdown(sockets)
+        over.cancel()
         await self.state.close()
 
     @contextmanager
@@ -243,7 +262,7 @@ def make(settings: ServeSettings) -> Server:
         app, host=settings.host, port=settings.port, http=Protocol, ws="none", lifespan="off",
         loop="uvloop" if find_spec("uvloop") else "asyncio", access_log=False, log_level="warning",
         server_header=False, date_header=True, proxy_headers=False, timeout_keep_alive=15,
-        timeout_graceful_shutdown=max(ceil(settings.drain_s), 1), backlog=1024,
+        timeout_graceful_shutdown=ceil(settings.drain_s + _LAST_S), backlog=1024,
     )  # fmt: skip
     return Server(config, app, settings)
 

@@ -83,6 +83,13 @@ class State:
         """Takes nothing more in: the server is about to end."""
         self.ready, self.admission.draining = False, True
 
+    def cut_off(self) -> None:
+        """Ends what still runs or waits: there is no more time, and whoever asked is told so."""
+        error = ApiError(503, "the server ends, and this took too long", code="draining")
+        self.admission.refuse(error)
+        for run in list(self.runs):
+            run.fail(error)
+
     async def close(self) -> None:
         """Saves sessions if that was asked for, and gives everything back."""
         self.live.close()

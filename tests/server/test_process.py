@@ -9,12 +9,12 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
 from tests.server.rig import DENSE, turns
 
@@ -111,17 +111,30 @@ def test_told_to_end_with_nothing_to_do_it_ends_at_once(tmp_path: Path) -> None:
         idle.close()
 
 
-def test_what_takes_too_long_is_cut_off(tmp_path: Path) -> None:
-    with Process(tmp_path, "--drain", "1") as server:
+def test_what_takes_too_long_is_cut_off_and_told_so(tmp_path: Path) -> None:
+    """In a stream, before anything was sent, and in the queue; half a request is not waited for."""
+    flags = ("--drain", "1", "--max-running", "33")
+    with Process(tmp_path, *flags) as server, ThreadPoolExecutor(2) as threads, ExitStack() as half:
         body = {**LONG, "max_tokens": 2000, "prompt": ["a", "b", "c", "d"], "n": 8}
+        whole = {**LONG, "max_tokens": 2000, "stream": False}
         with server.http.stream("POST", "/v1/completions", json=body) as stream:
             lines = stream.iter_lines()
             next(lines)
+            url = f"http://127.0.0.1:{server.port}/v1/completions"
+            asked = [threads.submit(httpx.post, url, json=whole, timeout=60) for _ in range(2)]
+            sent = half.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            sent.sendall(b"POST /infill HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
+            time.sleep(0.3)
             server.process.send_signal(signal.SIGTERM)
-            with pytest.raises(httpx.HTTPError):
-                for _ in lines:
-                    pass
+            sent.settimeout(0.8)
+            assert sent.recv(1000).startswith(b"HTTP/1.1 503 ")
+            *_, error, _, end, _ = lines
+        assert json.loads(error[6:])["error"]["code"] == "draining" and end == "data: [DONE]"
+        for answer in (one.result() for one in asked):
+            assert answer.status_code == 503 and answer.headers["retry-after"]
+            assert answer.json()["error"]["code"] == "draining"
         assert server.process.wait(20) == 0
+        assert "Traceback" not in server.process.stderr.read()  # type: ignore[union-attr]
 
 
 def test_killed_between_turns_the_next_goes_on_with_equal_bits(tmp_path: Path) -> None:
