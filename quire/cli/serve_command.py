@@ -23,6 +23,9 @@ from quire.errors import RequestError
 @click.option("--api-key", "api_keys", multiple=True, envvar="QUIRE_API_KEY",
               help="A key that clients must send; may be given several times.")  # fmt: skip
 @click.option("--no-api-key", is_flag=True, help="Let everybody in, on any address.")
+@click.option("--allow-origin", "origins", multiple=True, metavar="ORIGIN",
+              help="A page that may ask from a browser, such as https://chat.example, or * for "
+              "all (none but its own); may be given several times.")  # fmt: skip
 @click.option("--max-running", default=64, show_default=True, type=click.IntRange(1),
               help="Most answers that are made at the same time.")  # fmt: skip
 @click.option("--max-queue", default=256, show_default=True, type=click.IntRange(0),

@@ -8,12 +8,12 @@ import hmac
 import logging
 import re
 from contextlib import suppress
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server.errors import ApiError, told
+from quire.server.origins import Origins
 from quire.server.page_routes import is_file, is_page
 from quire.server.settings import ServeSettings
 
@@ -29,6 +29,7 @@ class Guards:
     def __init__(self, app: ASGIApp, settings: ServeSettings) -> None:
         self._app = app
         self._settings = settings
+        self._origins = Origins(settings.origins)
         self._keys = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -40,7 +41,11 @@ class Guards:
         came = _Body(receive, self._settings.max_body)
         try:
             self._check_host(headers)
-            self._check_origin(headers)
+            if (page := self._origins.other(headers)) is not None:
+                send = self._origins.shown(page, send)
+                if may := self._origins.asked_before(scope["method"], headers):
+                    await may(scope, receive, send)
+                    return
             scope["quire.key"] = self._key_for(scope["path"], headers)
             self._check_length(headers)
             await self._answer(scope, came, came.drained(send))
@@ -76,12 +81,6 @@ class Guards:
         host = headers.get("host")  # no browser leaves it out, and only HTTP/1.0 may
         if self._settings.on_loopback and host is not None and not _LOCAL.fullmatch(host):
             raise ApiError(403, f"this server answers to localhost, not to {host!r:.80}")
-
-    def _check_origin(self, headers: Headers) -> None:
-        """Browsers send pages' requests with where the page came from."""
-        origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != headers.get("host"):
-            raise ApiError(403, "requests from pages of other servers are not answered")
 
     def _key_for(self, path: str, headers: Headers) -> str | None:
         """Who asks; None for a page that asks for the key, and its files."""

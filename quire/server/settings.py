@@ -24,6 +24,8 @@ class ServeSettings:
     port: int = 8080
     api_keys: tuple[str, ...] = ()
     no_api_key: bool = False
+    origins: tuple[str, ...] = ()
+    """Pages of other servers that may ask from a browser; `*` for all."""
     max_running: int = 64
     max_queue: int = 256
     session_dir: Path | None = None
@@ -43,6 +45,8 @@ class ServeSettings:
         for name in ("max_running", "max_queue", "max_body"):
             if getattr(self, name) < (0 if name == "max_queue" else 1):
                 raise RequestError(f"--{name.replace('_', '-')} is too small")
+        if not all(key.strip() for key in self.api_keys):
+            raise RequestError("--api-key is empty, and would let everybody in; give a key")
         if not (self.on_loopback or self.api_keys or self.no_api_key):
             raise RequestError(
                 f"--host {self.host} can be reached from other machines: give --api-key, or "

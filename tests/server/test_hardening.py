@@ -280,6 +280,9 @@ def test_keys_open(locked: Rig) -> None:
 def test_binding_elsewhere_needs_a_key() -> None:
     with pytest.raises(RequestError, match="--api-key"):
         ServeSettings(host="0.0.0.0")
+    for empty in ("", " "):  # it would be that of everybody who sends none
+        with pytest.raises(RequestError, match="empty"):
+            ServeSettings(host="0.0.0.0", api_keys=("a", empty))
     ServeSettings(host="0.0.0.0", api_keys=("a",))
     ServeSettings(host="0.0.0.0", no_api_key=True)
     for host in ("127.0.0.1", "localhost", "::1", "127.3.2.1"):
@@ -292,6 +295,8 @@ def test_browsers_elsewhere_are_not_answered(rig: Rig) -> None:
         assert rig.http.get("/health", headers={"Host": host}).status_code == 403
     for host in ("localhost", "localhost:1234", "127.0.0.1", "[::1]:80"):
         assert rig.http.get("/health", headers={"Host": host}).is_success
+    for strange in ("http://[", "://", "null", "http://evil.com:port", ""):
+        assert rig.http.get("/health", headers={"Origin": strange}).status_code == 403
     evil = {"Origin": "http://evil.com"}
     assert rig.http.get("/v1/models", headers=evil).status_code == 403
     assert rig.http.post(COMPLETE, json={"prompt": "a"}, headers=evil).status_code == 403
@@ -301,6 +306,32 @@ def test_browsers_elsewhere_are_not_answered(rig: Rig) -> None:
     answer = rig.http.get("/v1/models", headers=mine)
     assert answer.is_success
     assert not any(name.startswith("access-control") for name in answer.headers)
+
+
+@pytest.mark.parametrize("named", ["https://chat.example", "*"])
+def test_pages_that_were_named_may_ask(tmp_path: Path, named: str) -> None:
+    page = {"Origin": "https://chat.example"}
+    with serving(tmp_path, api_keys=("first",), origins=(named,)) as rig:
+        wants = {
+            "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": "authorization, content-type",
+        }
+        may = rig.http.options(COMPLETE, headers={**page, **wants})  # browsers send no key with it
+        assert may.status_code == 204 and not may.content
+        assert "POST" in may.headers["access-control-allow-methods"]
+        assert may.headers["access-control-allow-headers"] == "authorization, content-type"
+        keys: list[dict[str, str]] = [{}, {"Authorization": "Bearer first"}]
+        for key, status in zip(keys, (401, 200), strict=True):
+            answer = rig.http.post(COMPLETE, json={"prompt": "a"}, headers={**page, **key})
+            assert answer.status_code == status
+            for one in (may, answer):
+                assert one.headers["access-control-allow-origin"] == page["Origin"]
+                assert "origin" in one.headers["vary"].lower()
+        other = rig.http.get("/health", headers={"Origin": "https://evil.com", **keys[1]})
+        assert other.status_code == (200 if named == "*" else 403)
+        assert ("access-control-allow-origin" in other.headers) == (named == "*")
+        evil = {**page, **keys[1], "Host": "evil.com"}
+        assert rig.http.get("/health", headers=evil).status_code == 403
 
 
 def test_errors_tell_no_paths(rig: Rig, tmp_path: Path) -> None:
