@@ -37,6 +37,9 @@ _LOOK_S = 0.02
 """How often it is looked whether a client that sends no more is there."""
 _THREADS = 64
 """For what takes its time off the event loop: long texts and files of some hold nobody else up."""
+_IDLE_S = 65
+"""How long a connection stays that nothing is asked on: longer than clients and proxies keep theirs,
+so that it is not closed just as one of them asks."""
 _LAST_S = 1.0
 """How long those who are cut off when a server ends have to be told so."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -261,7 +264,7 @@ def make(settings: ServeSettings) -> Server:
     config = uvicorn.Config(
         app, host=settings.host, port=settings.port, http=Protocol, ws="none", lifespan="off",
         loop="uvloop" if find_spec("uvloop") else "asyncio", access_log=False, log_level="warning",
-        server_header=False, date_header=True, proxy_headers=False, timeout_keep_alive=15,
+        server_header=False, date_header=True, proxy_headers=False, timeout_keep_alive=_IDLE_S,
         timeout_graceful_shutdown=ceil(settings.drain_s + _LAST_S), backlog=1024,
     )  # fmt: skip
     return Server(config, app, settings)
