@@ -38,8 +38,8 @@ _LOOK_S = 0.02
 _THREADS = 64
 """For what takes its time off the event loop: long texts and files of some hold nobody else up."""
 _IDLE_S = 65
-"""How long a connection stays that nothing is asked on: longer than clients and proxies keep theirs,
-so that it is not closed just as one of them asks."""
+"""How long a connection stays that nothing is asked on: longer than clients and proxies keep it, so
+that it is not closed just as one of them asks."""
 _LAST_S = 1.0
 """How long those who are cut off when a server ends have to be told so."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
