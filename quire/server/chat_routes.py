@@ -37,11 +37,20 @@ class ChatBody(Common, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     functions: Any = None
     """What tools were called before; it is not read, and nobody is to think that it is."""
     function_call: Any = None
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """What the template is told besides; how much to think, in words that templates know."""
+        effort, told = self.reasoning_effort, {}
+        if effort is not None:
+            told = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        return told | (self.chat_template_kwargs or {})
 
     @property
     def most_tokens(self) -> int | None:
@@ -90,7 +99,7 @@ async def _begun(request: Request, body: ChatBody) -> Turn:
     async def ask(llm: LLM, session: ServedSession | None) -> Ask:
         prompt: ChatPrompt = await in_thread(
             chat_prompt, llm, body.messages, body.tools, body.tool_choice,
-            body.chat_template_kwargs, body.add_generation_prompt, body.continue_final_message,
+            body.template_options, body.add_generation_prompt, body.continue_final_message,
         )  # fmt: skip
         return Ask(
             model, [prompt.tokens], sampling, n, (*stops, *prompt.stop), prompt.only(constraint),
@@ -114,7 +123,7 @@ async def counted(request: Request, body: ChatBody) -> dict[str, int]:
     async with state.models.using(model) as llm:
         prompt: ChatPrompt = await in_thread(
             chat_prompt, llm, body.messages, body.tools, body.tool_choice,
-            body.chat_template_kwargs, body.add_generation_prompt, body.continue_final_message,
+            body.template_options, body.add_generation_prompt, body.continue_final_message,
         )  # fmt: skip
         return {"input_tokens": len(prompt.tokens)}
 

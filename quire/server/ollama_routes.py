@@ -75,7 +75,10 @@ class OllamaBody(msgspec.Struct, kw_only=True):
     @property
     def template(self) -> dict[str, Any] | None:
         """What the model's template is told besides."""
-        return None if self.think is None else {"enable_thinking": bool(self.think)}
+        if self.think is None:
+            return None
+        effort = {"reasoning_effort": self.think} if isinstance(self.think, str) else {}
+        return {"enable_thinking": bool(self.think), **effort}
 
 
 class GenerateBody(OllamaBody, kw_only=True):

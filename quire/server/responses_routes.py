@@ -20,6 +20,12 @@ _WORDS = {"max_tokens": "max_output_tokens", "messages": "input", "response_form
 _ROLES = ("user", "assistant", "system", "developer")
 
 
+class Reasoning(msgspec.Struct, kw_only=True):
+    """How much a model thinks before it answers."""
+
+    effort: str | None = None
+
+
 class ResponsesBody(msgspec.Struct, kw_only=True):
     """What a client sends; a session and a salt may be named as everywhere."""
 
@@ -35,11 +41,13 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
     metadata: dict[str, str] | None = None
+    reasoning: Reasoning | None = None
     previous_response_id: str | None = None
     conversation: str | dict[str, Any] | None = None
     background: bool | None = None
     session_id: str | None = None
     cache_salt: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     return_progress: bool | None = None
     timings_per_token: bool | None = None
 
@@ -56,7 +64,8 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
             temperature=self.temperature, top_p=self.top_p, stream=self.stream,
             tools=[_tool(tool) for tool in self.tools or []] or None,
             tool_choice=self.tool_choice, parallel_tool_calls=self.parallel_tool_calls,
-            response_format=_format(self.text),
+            response_format=_format(self.text), chat_template_kwargs=self.chat_template_kwargs,
+            reasoning_effort=(self.reasoning or Reasoning()).effort,
             session_id=self.session_id, cache_salt=self.cache_salt,
             return_progress=self.return_progress, timings_per_token=self.timings_per_token,
         )  # fmt: skip
@@ -71,7 +80,8 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "text": self.text or {"format": {"type": "text"}}, "metadata": self.metadata or {},
             "previous_response_id": None, "store": False, "background": False,
-            "truncation": "disabled", "reasoning": {"effort": None, "summary": None},
+            "truncation": "disabled",
+            "reasoning": {"effort": (self.reasoning or Reasoning()).effort, "summary": None},
         }  # fmt: skip
 
 

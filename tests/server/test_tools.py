@@ -137,6 +137,22 @@ def test_reasoning_comes_apart(rig: Rig) -> None:
     assert "".join(d.get("reasoning_content", "") for d in deltas) == message["reasoning_content"]
 
 
+def test_how_much_to_think_is_told_to_the_template(rig: Rig) -> None:
+    body = {"model": "thinker", "temperature": 0}
+    plain = rig.chat("hi", **body, max_tokens=1)["usage"]["prompt_tokens"]
+    for effort, more in (("none", 0), ("high", len("<think>\n"))):
+        asked = {**body, "reasoning_effort": effort, "max_tokens": 1}
+        assert rig.chat("hi", **asked)["usage"]["prompt_tokens"] == plain + more
+        newer = {**body, "input": "hi", "reasoning": {"effort": effort}, "max_output_tokens": 1}
+        made = rig.post("/v1/responses", **newer)
+        assert made["usage"]["input_tokens"] == plain + more
+        assert made["reasoning"]["effort"] == effort
+    own = rig.chat("hi", **asked, chat_template_kwargs={"enable_thinking": False})
+    assert own["usage"]["prompt_tokens"] == plain  # what is said of the template itself goes first
+    error = rig.refused(400, "/v1/responses", input="hi", reasoning="much")
+    assert error["param"] == "reasoning"
+
+
 def test_a_form_is_that_of_the_answer_and_not_of_the_reasoning(rig: Rig) -> None:
     """Where the template begins the reasoning, a constraint waits until it ends."""
     body = {
