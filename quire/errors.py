@@ -99,7 +99,11 @@ class OutOfMemory(QuireError):
 
 
 class BudgetError(OutOfMemory):
-    """The byte budget cannot hold what was asked for."""
+    """The byte budget cannot hold what was asked for: so many more bytes, where that is known."""
+
+    def __init__(self, message: str, needs: int = 0) -> None:
+        super().__init__(message)
+        self.needs = needs
 
 
 class DoesNotFit(BudgetError):

@@ -60,7 +60,7 @@ class Budget:
         assert n_bytes >= 0
         with self._lock:
             if n_bytes > self.limit - self.used:
-                raise BudgetError(self._refusal(n_bytes, what))
+                raise BudgetError(self._refusal(n_bytes, what), n_bytes)
             if n_bytes:
                 self.used += n_bytes
                 self._by_use[what] = self._by_use.get(what, 0) + n_bytes

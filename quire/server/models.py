@@ -184,7 +184,9 @@ class Models:
                 try:
                     llm = await asyncio.to_thread(self._loaded, model)
                     break
-                except BudgetError:
+                except BudgetError as error:
+                    if error.needs > await self._most_room():
+                        raise
                     idle = [m for m in self.loaded if not m.users]
                     if idle:
                         # Whose time is over first goes first, and last who is to stay for ever.
@@ -195,6 +197,18 @@ class Models:
                     message = f"model {model.name!r} cannot be loaded: {error}"
                     raise ApiError(503, message, code="model_unavailable") from error
             model.take(llm, self._failed)
+
+    async def _most_room(self) -> int:
+        """Bytes that another model could have at most: so nobody gives way to it in vain."""
+
+        def lendable(llm: LLM) -> int:
+            llm.engine.room.trim()
+            return llm.engine.room.lendable(llm.budget)
+
+        lent = 0
+        for one in self.loaded:
+            lent += await one.call(partial(lendable, one.llm)) if one.users else one.llm.budget.used
+        return lent + self.budget.free if self.budget is not None else 0
 
     async def _made_room(self) -> bool:
         """Has those that are loaded free what they can do without; whether there was any."""

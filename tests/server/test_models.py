@@ -204,3 +204,18 @@ def test_what_another_model_keeps_for_later_gives_way_to_a_file(tmp_path: Path) 
         body = {"budget_bytes": held + 200_000}
         assert rig.http.patch("/v1/memory", json=body).status_code == 200
         assert rig.post("/v1/sessions", open="own", id="own")["position"] == 1000
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_a_model_that_cannot_be_loaded_costs_nobody_anything(tmp_path: Path, used: bool) -> None:
+    """Neither one that nobody uses, nor what one in use keeps for later."""
+    with serving(tmp_path, DENSE, HYBRID, load={"memory_budget": "6MiB"}) as rig:
+        rig.complete("It was the best of times, it was the worst of times", 8)
+        if used:
+            rig.post("/v1/sessions", id="own", prompt="Once")
+        before = rig.llm.engine.memory.cached_bytes
+        assert before
+        error = rig.refused(503, "/v1/completions", model="tiny-hybrid", prompt="A")
+        assert error["code"] == "out_of_memory"
+        assert [model.name for model in rig.state.models.loaded] == ["tiny-dense"]
+        assert rig.llm.engine.memory.cached_bytes == before
