@@ -94,7 +94,8 @@ def told(error: BaseException, param: str | None = None) -> ApiError:
     if isinstance(error, OutOfMemory) or isinstance(error.__cause__, OutOfMemory):
         return ApiError(503, str(error), code="out_of_memory")
     if isinstance(error, SessionFileError):
-        return ApiError(409, str(error), code="session_file")
+        failed = isinstance(error.__cause__, OSError)  # the disk, and not what is on it
+        return ApiError(503 if failed else 409, str(error), code="session_file")
     if isinstance(error, (TemplateError, TokenizerError)):
         return ApiError(400, str(error), param=param)
     if isinstance(error, QuireError):

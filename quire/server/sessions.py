@@ -217,7 +217,10 @@ class Sessions:
                 409, f"{name!r} is the id of another session; save under another name",
                 code="session_exists", param="name",
             )  # fmt: skip
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise SessionFileError(f"{name}: cannot be saved: {error.strerror}") from error
         kept = kept or bool(session.kept)
         self._written[name] += 1
         try:

@@ -154,3 +154,18 @@ def test_a_name_that_becomes_an_id_meanwhile_is_refused(
 
         monkeypatch.setattr(sessions, "_of_a_session", slow)
         assert rig.refused(409, "/v1/sessions/own/save", name="new")["code"] == "session_exists"
+
+
+def test_a_disk_that_fails_is_told_apart_from_a_file_that_is_wrong(tmp_path: Path) -> None:
+    with serving(tmp_path) as rig:
+        rig.post("/v1/sessions", id="own", prompt="Once upon a time")
+        (tmp_path / "wrong.quire").write_bytes(b"x" * 100)
+        assert rig.refused(409, "/v1/sessions", open="wrong")["code"] == "session_file"
+        (tmp_path / "file").touch()
+        rig.state.sessions.folder = tmp_path / "file" / "folder"
+        error = rig.refused(503, "/v1/sessions/own/save", name="kept")
+        assert error["code"] == "session_file" and str(tmp_path) not in error["message"]
+        rig.state.sessions.folder = tmp_path / "elsewhere"
+        (tmp_path / "elsewhere" / "kept.quire").mkdir(parents=True)
+        assert rig.refused(503, "/v1/sessions/own/save", name="kept")["code"] == "session_file"
+        assert rig.post("/v1/sessions/own/save", name="other")["position"] == 5
