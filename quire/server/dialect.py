@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.server.run import Run
-from quire.server.wire import EventStream, encode
+from quire.server.wire import EventStream, in_a_line
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
@@ -28,7 +28,7 @@ class LineStream(EventStream):
 
 def line(value: Any) -> bytes:
     """One object in a line of its own."""
-    return encode(value) + b"\n"
+    return in_a_line(value) + b"\n"
 
 
 def new_id(prefix: str) -> str:

@@ -20,7 +20,7 @@ from starlette.responses import Response
 from quire.server.models import ServedModel
 from quire.server.page_map import Holder, PoolLook, budget_parts, look, pool_map
 from quire.server.session import ServedSession, looked
-from quire.server.wire import EventStream, encode
+from quire.server.wire import EventStream, encode, event
 
 if TYPE_CHECKING:
     from quire.server.state import State
@@ -102,7 +102,7 @@ class Live:
                 }
                 if changed or (now and time.monotonic() - last >= _SILENCE_S):
                     sent, last = now, time.monotonic()
-                    yield b"data: " + encode({"time": time.time(), **changed}) + b"\n\n"
+                    yield event({"time": time.time(), **changed})
                 await self._looked.wait()
         finally:
             self.listeners -= 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
@@ -164,10 +165,22 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": self.ping, "more_body": True})
 
 
+def in_a_line(value: Any) -> bytes:
+    """JSON without characters that clients may take for the end of a line, as Python's do."""
+    made = encode(value)
+    if not made.isascii():
+        for written, told in _LINE_ENDS:
+            made = made.replace(written, told)
+    return made
+
+
+_LINE_ENDS = [(end.encode(), json.dumps(end)[1:-1].encode()) for end in "\u0085\u2028\u2029"]
+
+
 def event(value: Any, name: str = "") -> bytes:
     """One server-sent event."""
     head = b"event: " + name.encode() + b"\n" if name else b""
-    return head + b"data: " + encode(value) + b"\n\n"
+    return head + b"data: " + in_a_line(value) + b"\n\n"
 
 
 DONE = b"data: [DONE]\n\n"

@@ -99,3 +99,15 @@ def test_messages(rig: Rig, calls: bool, think: str) -> None:
     check(types.RawMessageStreamEvent, *(one for one in events if one["type"] != "ping"))
     blocks = [one["content_block"]["type"] for one in events if "content_block" in one]
     assert blocks[0] == "thinking" or not (calls and think == "enabled")
+
+
+def test_a_stream_is_cut_into_lines_where_every_client_cuts_it(rig: Rig) -> None:
+    """Some take more characters for the end of a line than the standard does."""
+    said = "a\u2028b\u0085c\u2029d"
+    asked: dict[str, Any] = {"prompt": "x", "structured_outputs": {"choice": [said]}}
+    events = rig.events("/v1/completions", **asked, max_tokens=50)  # as httpx cuts lines
+    assert "".join(one["choices"][0]["text"] for one in events[:-1]) == said
+    chat = {"model": "thinker", "messages": turns("x"), "format": {"enum": [said]}}
+    with rig.http.stream("POST", "/api/chat", json=chat) as lines:
+        told = [json.loads(line)["message"]["content"] for line in lines.iter_lines()]
+    assert json.loads("".join(told)) == said
