@@ -18,7 +18,10 @@ from quire.server.errors import ApiError, about, naming, not_found
 from quire.server.session import ServedSession
 from quire.server.sessions import LONGEST_TTL, Sessions, checked_name
 from quire.server.state import State
-from quire.server.wire import as_json, read_as, while_connected
+from quire.server.wire import as_json, encode, read_as, while_connected
+
+_MOST_NOTES = 64 << 10
+"""They are told with every look at a session."""
 
 
 class SessionBody(msgspec.Struct, kw_only=True):
@@ -74,9 +77,14 @@ async def create(request: Request) -> Response:
     if body.ttl_s is not None and not 0 < body.ttl_s <= LONGEST_TTL:
         most = f"{LONGEST_TTL:.0f}"
         raise ApiError(400, f"ttl_s is a number of seconds above 0, at most {most}", param="ttl_s")
+    if len(encode(body.notes)) > _MOST_NOTES:
+        raise ApiError(400, f"notes has at most {_MOST_NOTES:,} bytes", param="notes")
     if body.open is not None:
-        if body.prompt is not None or body.messages is not None:
-            raise ApiError(400, "open takes a session as it was saved; append to it later")
+        for name in ("prompt", "messages", "notes", "cache_salt"):
+            if getattr(body, name) is not None:
+                raise ApiError(
+                    400, f"open takes a session as it was saved; leave {name} out", param=name
+                )
         where = model if body.model else None
         opening = state.sessions.open(body.open, body.id, where)
         with naming("open"):

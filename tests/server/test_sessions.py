@@ -272,7 +272,7 @@ def test_what_is_refused_or_fails_leaves_a_session_as_it_was(tmp_path: Path, mod
         assert get(rig, "/v1/sessions/own?tokens=1")["tokens"] == before
         body = {"prompt": "a", "session_id": "own", "max_tokens": 120, "ignore_eos": True}
         events = rig.events("/v1/completions", **body)
-        assert len(events) > 3 and events[-2]["error"]["code"] == "out_of_memory"
+        assert len(events) > 2 and events[-2]["error"]["code"] == "out_of_memory"
         assert get(rig, "/v1/sessions/own?tokens=1")["tokens"] == before
         rig.http.delete("/v1/sessions/full")
         talk = ("Hello there", said, "And then?")
@@ -368,3 +368,17 @@ def test_a_file_for_which_there_is_no_room_may_be_opened_later(tmp_path: Path) -
         assert answer.json()["error"]["code"] == "out_of_memory"
         rig.http.delete("/v1/sessions/long")
         assert rig.post("/v1/sessions", open="long", id="again")["position"] == 1000
+
+
+def test_notes_are_short(rig: Rig) -> None:
+    """They are told with every look at a session, and to everybody who follows the page."""
+    rig.post("/v1/sessions", id="short", notes="x" * 60_000)
+    error = rig.refused(400, "/v1/sessions", id="long", notes={"a": "x" * 70_000})
+    assert error["param"] == "notes"
+    assert rig.http.get("/v1/sessions/long").status_code == 404
+
+
+@pytest.mark.parametrize("field", ["prompt", "notes", "cache_salt"])
+def test_what_is_opened_is_as_it_was_saved(rig: Rig, field: str) -> None:
+    error = rig.refused(400, "/v1/sessions", open="story", **{field: "a"})
+    assert error["param"] == field
