@@ -19,10 +19,16 @@ Stop: TypeAlias = str | Seq[str] | None
 _USUAL = Sampling()
 
 
+_LONGEST_SALT = 1024
+
+
 def check_salt(salt: str) -> str:
     """A tenant's salt, if it is one."""
     if not isinstance(salt, str):
-        raise RequestError(f"cache_salt is a text, not {salt!r:.80}")
+        raise RequestError(f"cache_salt is a text, not {salt!r:.80}", "cache_salt")
+    if len(salt) > _LONGEST_SALT:  # it stays in memory for as long as what it is for
+        have = f"{len(salt):,} characters; at most {_LONGEST_SALT:,}"
+        raise RequestError(f"cache_salt has {have}", "cache_salt")
     return salt
 
 

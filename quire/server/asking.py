@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from quire.api.arguments import check_salt
 from quire.api.llm import LLM
 from quire.server.errors import ApiError
 from quire.types import Constraint, Grammar, Json, Regex, Sampling
@@ -72,6 +73,11 @@ class Common(msgspec.Struct, kw_only=True):
     def wants_usage(self) -> bool:
         """Whether the stream ends with what it took."""
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def salt(self) -> str:
+        """Whose cached prefixes it shares."""
+        return check_salt(self.cache_salt or "")
 
     @property
     def rank(self) -> int:

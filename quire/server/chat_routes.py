@@ -103,7 +103,7 @@ async def _begun(request: Request, body: ChatBody) -> Turn:
         )  # fmt: skip
         return Ask(
             model, [prompt.tokens], sampling, n, (*stops, *prompt.stop), prompt.only(constraint),
-            body.constraint_in or "tools", body.cache_salt or "", request.scope["quire.key"],
+            body.constraint_in or "tools", body.salt, request.scope["quire.key"],
             body.rank, session, prompt, whole=True,
         )  # fmt: skip
 

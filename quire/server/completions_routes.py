@@ -99,7 +99,7 @@ async def _begun(request: Request, body: CompletionBody, read: ReadPrompts) -> T
             raise ApiError(400, f"{many}; at most {MOST_PROMPTS} at a time", param="n")
         return Ask(
             model, prompts, sampling, n, stops, constraint, body.constraint_in,
-            body.cache_salt or "", request.scope["quire.key"], body.rank, session,
+            body.salt, request.scope["quire.key"], body.rank, session,
             scores=body.scores, answers=not body.only_scores,
         )  # fmt: skip
 

@@ -371,6 +371,17 @@ def test_failures_inside_are_not_told(rig: Rig, monkeypatch: pytest.MonkeyPatch)
 # -- tenants ------------------------------------------------------------------------------------
 
 
+def test_salts_are_short(rig: Rig) -> None:
+    """They stay in memory, beside the budget, for as long as what they are for."""
+    long: dict[str, Any] = {"cache_salt": "x" * 2000}
+    for path, body in (
+        (COMPLETE, {"prompt": "a"}), (CHAT, {"messages": turns("a")}), ("/v1/sessions", {}),
+        ("/completion", {"prompt": "a"}),
+    ):  # fmt: skip
+        assert rig.refused(400, path, **body, **long)["param"] == "cache_salt"
+    rig.complete("a", 1, cache_salt="x" * 1000)
+
+
 def test_salts_share_nothing(tmp_path: Path) -> None:
     with serving(tmp_path) as rig:
         text = "A secret that is long enough to fill some pages of memory with its tokens. " * 4
