@@ -92,7 +92,7 @@ async def _begun(request: Request, body: ChatBody) -> Turn:
     for old, new in (("functions", "tools"), ("function_call", "tool_choice")):
         if getattr(body, old):
             raise ApiError(400, f"{old} is not read any more: send it as {new}", param=old)
-    model = asked_model(request, body)
+    model = await asked_model(request, body)
     sampling = body.sampling(body.most_tokens, body.tops)
     n, stops, constraint = body.choices, body.stops(), body.constraint()
 

@@ -86,7 +86,7 @@ async def begin_completion(
 async def _begun(request: Request, body: CompletionBody, read: ReadPrompts) -> Turn:
     state: State = request.app.state.quire
     _check(body)
-    model = asked_model(request, body)
+    model = await asked_model(request, body)
     most = 1 if body.only_scores else 16 if body.max_tokens is None else body.max_tokens
     sampling = body.sampling(most, body.tops)
     n, stops, constraint = body.choices, body.stops(), body.constraint()

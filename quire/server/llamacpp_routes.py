@@ -20,7 +20,7 @@ from quire.server.logprobs import with_ids
 from quire.server.progress import Watched
 from quire.server.prompts import prompts_of
 from quire.server.run import Delta, Run
-from quire.server.turn import Turn
+from quire.server.turn import Turn, asked_model
 from quire.server.wire import as_json, event, read_as
 from quire.text.infill import infill_tokens
 from quire.types import TokenLogprob
@@ -139,7 +139,7 @@ async def _completed(
     bias = None
     if body.logit_bias:
         models = request.app.state.quire.models
-        async with models.using(models.find(body.model, strict=False)) as llm:
+        async with models.using(await asked_model(request, body.as_completion(None))) as llm:
             bias = await in_thread(_bias, llm, body.logit_bias)
     beginning = begin_completion(
         request, body.as_completion(bias), _WORDS, lambda llm, _, behind: read(llm, behind)

@@ -30,13 +30,16 @@ MakeAsk = Callable[[LLM, ServedSession | None], Awaitable[Ask]]
 """Makes an ask out of what a client sent, once the model is there and the session its own."""
 
 
-def asked_model(request: Request, body: Common) -> ServedModel:
-    """The model that a request names; without a name its session's, or the first one."""
+async def asked_model(request: Request, body: Common) -> ServedModel:
+    """The model that a request names; else its session's, wherever that is, or the first one."""
     state: State = request.app.state.quire
-    session = state.sessions.by_id.get(body.session_id or "")
-    if session is not None and not body.model:
-        return session.model
-    return state.models.find(body.model, strict=request.url.path.startswith("/v1/"))
+    strict = request.url.path.startswith("/v1/")
+    means_none = not body.model or not (strict or body.model in state.models.by_name)
+    if body.session_id is not None and means_none:
+        state.admission.check()  # a file may have to be read for it
+        with naming("session_id"):
+            return (await state.sessions.get(body.session_id)).model
+    return state.models.find(body.model, strict)
 
 
 class Turn:

@@ -169,3 +169,28 @@ def test_a_disk_that_fails_is_told_apart_from_a_file_that_is_wrong(tmp_path: Pat
         (tmp_path / "elsewhere" / "kept.quire").mkdir(parents=True)
         assert rig.refused(503, "/v1/sessions/own/save", name="kept")["code"] == "session_file"
         assert rig.post("/v1/sessions/own/save", name="other")["position"] == 5
+
+
+@pytest.mark.parametrize("named", [None, "any"])
+def test_a_session_of_the_second_model_is_found_without_its_name(
+    tmp_path: Path, named: str | None
+) -> None:
+    """In memory, and in a file after a restart; on paths where any name is taken, with one too."""
+    body = {"prompt": "a", "n_predict": 2, "session_id": "own", "model": named}
+    body["logit_bias"] = [["It", -1.0]]
+    with serving(tmp_path, DENSE, HYBRID, save_sessions="turn") as rig:
+        rig.post("/v1/sessions", id="own", model="tiny-hybrid", prompt=STORY)
+        assert rig.post("/completion", **body)["model"] == "tiny-hybrid"
+    with serving(tmp_path, DENSE, HYBRID, save_sessions="turn") as rig:
+        assert rig.post("/completion", **body)["model"] == "tiny-hybrid"
+        rig.http.delete("/v1/sessions/own")
+        assert rig.refused(404, "/completion", **body)["param"] == "session_id"
+    with serving(tmp_path, DENSE, HYBRID, save_sessions="turn") as rig:
+        rig.post("/v1/sessions", id="own", model="tiny-hybrid", prompt=STORY)
+        go_on(rig, "own")
+    with serving(tmp_path, DENSE, HYBRID, save_sessions="turn") as rig:
+        chat = {"messages": turns("Hello"), "session_id": "own", "max_tokens": 2}
+        assert rig.post("/v1/chat/completions", **chat)["model"] == "tiny-hybrid"
+        error = rig.refused(409, "/v1/chat/completions", model="tiny-dense", **chat)
+        assert error["code"] == "session_model" and error["param"] == "session_id"
+        rig.refused(404, "/v1/chat/completions", model="any", **chat)
