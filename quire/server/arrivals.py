@@ -10,11 +10,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from time import perf_counter
 
 MOMENT_S = 0.03
 """Seconds that anybody waits for others, at most."""
 PAUSE_S = 0.003
-"""Seconds after which, of several that came, the last is taken to be there."""
+"""Seconds without another after which the last of several is taken to have come."""
+TURNS = 8
+"""Of the event loop, in which it reads what clients have sent already."""
 
 
 class Arrivals:
@@ -22,6 +25,7 @@ class Arrivals:
 
     def __init__(self) -> None:
         self._came = 0
+        self._last = 0.0  # when the last one came
         self._coming = 0
         self._gathering: asyncio.Future[None] | None = None
         self._all_here = asyncio.Event()
@@ -30,6 +34,7 @@ class Arrivals:
     def coming(self) -> Iterator[None]:
         """While what a client sent becomes tokens."""
         self._came += 1
+        self._last = perf_counter()
         self._coming += 1
         self._all_here.clear()
         try:
@@ -42,8 +47,6 @@ class Arrivals:
     async def gathered(self) -> None:
         """Until others who come at this time are there too, or for a moment."""
         if self._gathering is None:
-            if not self._coming:
-                return
             self._gathering = asyncio.ensure_future(self._gather())
         await asyncio.shield(self._gathering)  # all go on at once
 
@@ -53,8 +56,15 @@ class Arrivals:
         self._gathering = None
 
     async def _others(self) -> None:
-        came = 0
-        while came != self._came:
+        alone = not self._coming
+        while True:
             came = self._came
             await self._all_here.wait()
-            await asyncio.sleep(PAUSE_S)
+            for _ in range(TURNS):
+                await asyncio.sleep(0)
+            if came != self._came:
+                alone = False
+            elif alone or (left := self._last + PAUSE_S - perf_counter()) <= 0:
+                return
+            else:
+                await asyncio.sleep(left)

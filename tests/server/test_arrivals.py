@@ -20,15 +20,24 @@ async def arrive(gate: Arrivals, after: float, reads: float, told: list[str]) ->
     told.append("begins")
 
 
-def test_who_comes_alone_does_not_wait() -> None:
-    async def alone() -> None:
-        gate = Arrivals()
-        with gate.coming():
-            pass
-        with pytest.raises(StopIteration):
-            gate.gathered().send(None)  # to its end without a pause
+def test_who_comes_alone_waits_for_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrivals, "MOMENT_S", 60.0)
+    monkeypatch.setattr(arrivals, "PAUSE_S", 60.0)
+    asyncio.run(asyncio.wait_for(arrive(Arrivals(), 0, 0, []), 5))
 
-    asyncio.run(alone())
+
+def test_who_is_about_to_be_read_is_waited_for() -> None:
+    async def soon(gate: Arrivals, told: list[str]) -> None:
+        for _ in range(4):  # of the event loop's turns: it is accepted, read, understood
+            await asyncio.sleep(0)
+        await arrive(gate, 0, 0.005, told)
+
+    async def both() -> list[str]:
+        gate, told = Arrivals(), []
+        await asyncio.gather(arrive(gate, 0, 0, told), soon(gate, told))
+        return told
+
+    assert asyncio.run(both()) == ["here", "here", "begins", "begins"]
 
 
 def test_those_who_come_together_begin_together(monkeypatch: pytest.MonkeyPatch) -> None:
