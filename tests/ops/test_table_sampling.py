@@ -136,10 +136,11 @@ def test_what_cannot_be_drawn_is_refused(ops: Ops) -> None:
     for call in calls:
         with pytest.raises(Refused):
             ops.sample(*call)
+    penalising = ops.sampler(presence_penalty=1.0)
     with pytest.raises(Refused):
-        plain.unobserve(ids(4))
+        penalising.unobserve(ids(4))
     with pytest.raises(Refused):
-        plain.observe(ids(-4))
+        penalising.observe(ids(-4))
     for tokens, top in ((ids(0), 1), (ids(0, VOCAB), 1), (ids(0, 1), VOCAB + 1), (ids(0, 1), -1)):
         with pytest.raises(Refused):
             ops.logprobs(x, tokens, top)

@@ -67,17 +67,21 @@ class Sampler {
         }
     }
 
+    // Without penalties nobody asks which tokens there were, so none are kept.
     void observe(Ints ids) {
+        if (!penalises()) return;
         for (size_t i = 0; i < ids.shape(0); i++) seen(ids.data()[i]).count++;
     }
 
     // A prompt's tokens are repeated when they come again, but were not said by the model: the
     // repetition penalty knows them, presence and frequency do not.
     void observe_prompt(Ints ids) {
+        if (!penalises()) return;
         for (size_t i = 0; i < ids.shape(0); i++) seen(ids.data()[i]).prompt = true;
     }
 
     void unobserve(Ints ids) {
+        if (!penalises()) return;
         for (size_t i = 0; i < ids.shape(0); i++) {
             const auto found = place_.find(ids.data()[i]);
             need(found != place_.end() && seen_[found->second].count > 0,
