@@ -19,11 +19,13 @@ from quire.cli.flags import Command
 from quire.cli.human import decimal_text, size_text
 from quire.cli.options import size_options
 from quire.devices.budget import Budget
+from quire.devices.cuda import gpu_count
 from quire.errors import QuireError
 from quire.models.active import ActiveSize, truncated
 from quire.models.registry import architectures, open_weights
 from quire.ops import Ops
 from quire.placement.blueprint import Blueprint, GroupBytes
+from quire.placement.cuda_sizes import DescribedCuda
 from quire.placement.described import Described
 from quire.text.hf import chat_template
 from quire.weights import pull
@@ -126,6 +128,7 @@ def _facts(file: WeightFile, settings: config.LoadConfig) -> dict[str, Any]:
     arch = file.get_str("general.architecture")
     host = Described("cpu", "cpu", 1)
     ops = device_of(host, settings, Budget(1)).ops  # nothing is taken of it
+    on_gpu = gpu_count() > 0  # packing and logs are others there
     formats: Counter[str] = Counter()
     parameters = 0
     for info in file.tensors.values():
@@ -153,8 +156,8 @@ def _facts(file: WeightFile, settings: config.LoadConfig) -> dict[str, Any]:
         },
         "formats": ", ".join(f"{n} {b / 1e6:.1f} MB" for n, b in formats.most_common()),
         "chat_template": _has_template(file),
-        **_told(file, ops, settings),
-        "kernels": ops.name,
+        **_told(file, DescribedCuda(1) if on_gpu else ops, settings),
+        "kernels": f"cuda, and on the host {ops.name}" if on_gpu else ops.name,
         "metadata": small,
     }
 

@@ -1,4 +1,4 @@
-"""What matrices take on a GPU, where neither a GPU nor what computes on it is at hand.
+"""What matrices and logs take on a GPU, where neither it nor what computes on it is at hand.
 
 A test on a GPU holds these sizes against those of `quire.ops.cuda`.
 """
@@ -6,9 +6,11 @@ A test on a GPU holds these sizes against those of `quire.ops.cuda`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
-from quire.ops import Refused
+from quire.ops import Recurrent, Refused
 from quire.ops.cpu import CpuOps
 
 _DENSE = {0: 4, 1: 2, 30: 2}
@@ -42,6 +44,21 @@ def packed_bytes(kind: int, rows: int, cols: int) -> int:
     return -(-rows // _TILE) * -(-cols // _UNIT) * unit
 
 
+@dataclass(frozen=True)
+class _Layer:
+    """A recurrent layer of which only sizes are asked."""
+
+    state_bytes: int
+    log_bytes: int
+    in_cols: int
+    out_cols: int
+
+    @classmethod
+    def of(cls, host: Recurrent, derived: int) -> _Layer:
+        """One whose logs have so many numbers more of each token: they are derived once."""
+        return cls(host.state_bytes, host.log_bytes + 4 * derived, host.in_cols, host.out_cols)
+
+
 class DescribedCuda(CpuOps):
     """Operations of a GPU that is only described: only sizes are asked of them."""
 
@@ -49,3 +66,15 @@ class DescribedCuda(CpuOps):
         """What `pack` would hold for parts of these types, rows and columns."""
         runs = [list(run) for _, run in groupby(parts, key=lambda part: _format(part[0]))]
         return sum(packed_bytes(run[0][0], sum(r for _, r, _ in run), run[0][2]) for run in runs)
+
+    def delta_net(self, n_k: int, n_v: int, dk: int, dv: int, *rest: Any, **how: Any) -> Recurrent:
+        """A gated delta net."""
+        host = super().delta_net(n_k, n_v, dk, dv, *rest, **how)
+        return _Layer.of(host, n_k * dk + n_v * dv + n_v)
+
+    def ssd(
+        self, n_heads: int, n_groups: int, head_dim: int, state_dim: int, *rest: Any, **how: Any
+    ) -> Recurrent:
+        """A Mamba-2 layer."""
+        host = super().ssd(n_heads, n_groups, head_dim, state_dim, *rest, **how)
+        return _Layer.of(host, n_groups * state_dim + n_heads * head_dim + n_heads)

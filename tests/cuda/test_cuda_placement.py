@@ -49,6 +49,19 @@ def test_sizes_without_a_gpu_are_those_with_one() -> None:
 
 
 @pytest.mark.parametrize("name", [*TRAINED, *RANDOM])
+def test_memory_without_a_gpu_is_that_with_one(name: str, tmp_path: Path) -> None:
+    """Logs of GPUs have what is derived of each token beside its inputs."""
+    from quire.ops.cuda import CudaOps, Machine
+
+    with open_weights(model_folder(name, tmp_path)) as file:
+        told = [
+            Blueprint.read(file, ops, LoadConfig()).memory
+            for ops in (DescribedCuda(1), CudaOps(Machine(None)))
+        ]
+    assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("name", [*TRAINED, *RANDOM])
 def test_stacked_matrices_are_planned_as_they_are_packed(name: str, tmp_path: Path) -> None:
     """Also where rows of two tensors share a tile: loading asserts it of every matrix."""
     from quire.ops.cuda import CudaOps, Machine

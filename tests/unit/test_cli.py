@@ -166,6 +166,19 @@ def test_show_tells_the_memory_that_is_held(name: str, tmp_path: Path) -> None:
     assert f": {facts['layers']} layers, " in run("show", str(folder)).stdout
 
 
+def test_show_tells_what_a_gpu_would_hold_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its logs have what is derived of a token, too: no others are made there."""
+    path = str(MODELS / "tiny-recurrent")
+    told = [json.loads(run("show", path, "--json").stdout)]
+    monkeypatch.setattr("quire.cli.show_command.gpu_count", lambda: 1)
+    told.append(json.loads(run("show", path, "--json").stdout))
+    host, gpu = (one["memory"]["recurrent"] for one in told)
+    assert gpu["log_bytes"] > host["log_bytes"] and gpu["state_bytes"] == host["state_bytes"]
+    assert "cuda" in told[1]["kernels"] and "cuda" not in told[0]["kernels"]
+
+
 def test_show_tells_of_what_would_be_loaded(tmp_path: Path) -> None:
     facts = json.loads(run("show", str(MODELS / "tiny-moe"), "--json").stdout)
     options = ("--n-layer-exit", "2", "--moe-n-expert", "1", "--cache-type-k", "f32")
