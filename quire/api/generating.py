@@ -14,7 +14,7 @@ from quire.api.requests import ChatOptions, Options, Speculate
 from quire.api.stream import AsyncStream, Stream, end_soon
 from quire.api.texts import Messages, Prompt, Several, prompts_of
 from quire.api.vectors import Vectors
-from quire.engine.endings import Holder
+from quire.engine.endings import Holder, Readers
 from quire.engine.request import Request
 from quire.engine.work import Job
 from quire.types import Completion, Constraint, Sampling, SamplingFields
@@ -144,7 +144,8 @@ class Generating(Vectors):
     ) -> Stream:  # fmt: skip
         """Continues a prompt piece by piece; its `completion` is there once it is used up."""
         request = self.request(sampling, speculate, constraint, cache_salt, fields)
-        return Stream(self.start_prompt(request, stop, prompt), self.completion)
+        readers = Readers()
+        return Stream(self.start_prompt(request, stop, prompt, readers), readers, self.completion)
 
     def astream(
         self, prompt: Prompt, sampling: Sampling | None = None, *, speculate: Speculate = None,

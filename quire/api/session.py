@@ -16,7 +16,7 @@ from quire.api.appending import Appended
 from quire.api.arguments import Stop, check_pin, check_span, constraint_of, path_of, sampling_of
 from quire.api.ending import Ending
 from quire.api.stream import AsyncStream, Stream, end_soon, off_the_loop
-from quire.engine.endings import Holder
+from quire.engine.endings import Holder, Readers
 from quire.engine.request import Request
 from quire.engine.sequence import Mark, Sequence
 from quire.engine.session_saving import Saving
@@ -115,8 +115,9 @@ class Session(Appended):
         **fields: Unpack[SamplingFields],
     ) -> Stream:  # fmt: skip
         """`generate` piece by piece; what came until it is closed stays part of the session."""
-        job = self._start(sampling, speculate, stop, constraint, fields)
-        return Stream(job, self._llm.completion, self)
+        readers = Readers()
+        job = self._start(sampling, speculate, stop, constraint, fields, readers)
+        return Stream(job, readers, self._llm.completion, self)
 
     def astream(
         self, sampling: Sampling | None = None, *, speculate: Speculate = None,
@@ -125,7 +126,7 @@ class Session(Appended):
     ) -> AsyncStream:  # fmt: skip
         """`stream` for `async for`."""
         return AsyncStream(
-            lambda: self._start(sampling, speculate, stop, constraint, fields),
+            partial(self._start, sampling, speculate, stop, constraint, fields),
             self._llm.completion, self,
         )  # fmt: skip
 

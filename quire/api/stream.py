@@ -7,6 +7,7 @@ from contextlib import suppress
 from threading import Lock
 from typing import TYPE_CHECKING, TypeVar
 
+from quire.engine.endings import Holder, Readers
 from quire.engine.work import Job
 from quire.errors import RequestError
 from quire.types import Completion
@@ -25,8 +26,11 @@ class Stream:
     Also a context manager that closes it.
     """
 
-    def __init__(self, job: Job, complete: Complete, session: Session | None = None) -> None:
+    def __init__(
+        self, job: Job, readers: Readers, complete: Complete, session: Session | None = None
+    ) -> None:
         self._job = job
+        self._readers = readers
         self._complete = complete
         self._session = session  # lives as long as its stream does
 
@@ -49,12 +53,20 @@ class Stream:
                 if job.error:
                     raise job.error
                 raise StopIteration
+            self._wait(job)
+        return piece
+
+    def _wait(self, job: Job) -> None:
+        """Until there is something to read; whoever is interrupted has ended it."""
+        holder = Holder()
+        with holder.lock:
+            self._readers.waiting.add(holder)
             try:
                 job.loop.wait(job, lambda: job.has_news)
             except BaseException:
                 self.close()
                 raise
-        return piece
+            self._readers.waiting.discard(holder)
 
     @property
     def completion(self) -> Completion:
@@ -72,9 +84,10 @@ class AsyncStream:
     """The same for `async for`; the request begins with the first piece that is asked for."""
 
     def __init__(
-        self, start: Callable[[], Job], complete: Complete, session: Session | None = None
+        self, start: Callable[[Readers], Job], complete: Complete, session: Session | None = None
     ) -> None:
         self._start = start
+        self._readers = Readers()
         self._complete = complete
         self._session = session
         self._job: Job | None = None
@@ -91,26 +104,30 @@ class AsyncStream:
         return self
 
     async def __anext__(self) -> str:
+        from quire.engine.guest import guest_holder
+
         if self._closed:
             raise StopAsyncIteration
-        job = self._job
-        if job is None:
-            job = await off_the_loop(self._begin, end_soon)
-        try:
-            while not (piece := job.take()):
-                if job.done and not job.has_text:
-                    if job.error:
-                        raise job.error
-                    raise StopAsyncIteration
-                await job.loop.wait_async(job)
-        except BaseException:
-            await self.aclose()
-            raise
+        holder = guest_holder()
+        with holder.lock:
+            self._readers.waiting.add(holder)
+            try:
+                job = self._job or await off_the_loop(self._begin, end_soon)
+                while not (piece := job.take()):
+                    if job.done and not job.has_text:
+                        if job.error:
+                            raise job.error
+                        raise StopAsyncIteration
+                    await job.loop.wait_async(job)
+            except BaseException:
+                await self.aclose()
+                raise
+            self._readers.waiting.discard(holder)
         return piece
 
     def _begin(self) -> Job:
         with self._beginning:  # several readers share one request
-            self._job = self._job or self._start()
+            self._job = self._job or self._start(self._readers)
             return self._job
 
     @property

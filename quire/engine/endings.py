@@ -39,6 +39,22 @@ class Holder:
         return not self.lock.locked() or (self._home is not None and self._home.is_closed())
 
 
+class Readers(Holder):
+    """Those who read something, each a holder while it waits for more; between, nobody need be.
+
+    One that is among them and waits no more was interrupted, and did not come to say so.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: set[Holder] = set()
+
+    @property
+    def left(self) -> bool:
+        """Whether one of them went without a word."""
+        return any(one.left for one in list(self.waiting))
+
+
 class Endings:
     """What is to end. Only who holds the seat runs it, or says who holds what."""
 
@@ -81,7 +97,9 @@ class Endings:
         """Ends all that is to end."""
         left = [what for what, (holder, _) in self._held.items() if holder.left]
         while self._gone:
-            if ending := self._endings.pop(self._gone.popleft(), None):
+            gone = self._gone.popleft()
+            self._held.pop(gone, None)
+            if ending := self._endings.pop(gone, None):
                 self._later.append(ending)
         while self._later:  # what somebody put off and then left comes before what they left
             _quietly(self._later.popleft())

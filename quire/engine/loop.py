@@ -135,7 +135,13 @@ class Loop:
 
         job = Job(self, sequence, request, transcript, undo)
         self._work[sequence.id] = job
-        self.when_left(holder, job.ref, lambda: self.end(job))
+        known = job.ref  # readers may let go of it between two pieces
+
+        def left() -> None:
+            if (one := known()) is not None:
+                self.end(one)
+
+        self.when_left(holder, known, left)
         try:
             self._deliver(
                 self._in_step(lambda: engine.start(sequence, request, matcher, transcript))

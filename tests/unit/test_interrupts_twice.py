@@ -271,3 +271,39 @@ def _once_raising() -> Callable[..., Any]:
         return signal.signal(number, handler)
 
     return set_handler
+
+
+@pytest.mark.parametrize("awaits", [False, True])
+def test_a_stream_whose_reader_was_interrupted(llm: quire.LLM, awaits: bool) -> None:
+    """It is over, though nobody came to close it, and somebody still holds it."""
+    s = llm.session().append([1, 2, 3])
+
+    def close(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    async def aclose(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    async def read(stream: quire.AsyncStream) -> None:
+        async for _ in stream:
+            pass
+
+    stream = s.astream(**GO) if awaits else s.stream(**GO)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quire.Stream, "close", close)
+        patch.setattr(quire.AsyncStream, "aclose", aclose)
+        patch.setattr(Loop, "wait", close)
+        patch.setattr(Loop, "wait_async", aclose)
+        with pytest.raises(KeyboardInterrupt):
+            asyncio.run(read(stream)) if isinstance(stream, quire.AsyncStream) else list(stream)
+    assert s.append([4]).tokens[-1] == 4
+    assert stream.completion.finish_reason == "cancelled"
+    assert not llm.loop.seat.endings._held
+
+
+def test_a_stream_that_is_let_go_of_between_two_pieces(llm: quire.LLM) -> None:
+    stream = llm.stream([1, 2, 3], **GO)
+    next(stream)
+    del stream
+    assert llm.generate([4], **GO).token_ids and not llm.engine._sequences
+    assert not llm.loop.seat.endings._held
