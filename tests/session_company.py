@@ -69,7 +69,7 @@ class Company(Oracle):
         assert found and session.marks.keys() == marks.keys()
         self.shadows.append(Shadow(session, found, salt, False))
         for name, mark in session.marks.items():
-            self.shadows[-1].marks[name] = Kept(mark, marks[name].past, salt, False)
+            self.shadows[-1].marks[name] = Kept(mark, marks[name].past, marks[name].salt, False)
 
     # -- beside sessions --------------------------------------------------------------------------
 

@@ -261,8 +261,7 @@ class Oracle(World):
         """Writes a session to a file; the old one stays if that fails."""
         if shadow := self.some():
             before = self.saved
-            marks = {name: kept.past for name, kept in shadow.marks.items()}
-            self.saved = (shadow.past, shadow.salt, marks)
+            self.saved = (shadow.past, shadow.salt, dict(shadow.marks))
             done, _ = self.tried(lambda: shadow.session.save(self.file))
             if not done:
                 interrupted = self.raised == "KeyboardInterrupt"
@@ -281,8 +280,9 @@ class Oracle(World):
             self.shadows.append(Shadow(session, [past], salt, share))
             assert session.marks.keys() == marks.keys()
             for name, mark in session.marks.items():
-                assert mark.tokens == marks[name].tokens
-                self.shadows[-1].marks[name] = Kept(mark, marks[name], salt, share)
+                kept = marks[name]
+                assert mark.tokens == kept.past.tokens
+                self.shadows[-1].marks[name] = Kept(mark, kept.past, kept.salt, share)
 
     def logits(self) -> None:
         """Logits of a session, or of tokens that nobody has."""

@@ -67,7 +67,7 @@ class World:
         self.llm, self.truth = llm, truth
         self.rng = random.Random(seed)
         self.file = folder / f"{seed}.quire"
-        self.saved: tuple[Past, str, dict[str, Past]] | None = None
+        self.saved: tuple[Past, str, dict[str, Kept]] | None = None
         self.trouble = Trouble(llm, self.rng, trouble)
         self.shadows: list[Shadow] = []
         self.streams: list[tuple[quire.Stream, list[int], list[int], str]] = []

@@ -112,7 +112,9 @@ class AsyncStream:
         with holder.lock:
             self._readers.waiting.add(holder)
             try:
-                job = self._job or await off_the_loop(self._begin, end_soon)
+                job = self._job
+                if job is None:
+                    job = await off_the_loop(self._begin, end_soon)
                 while not (piece := job.take()):
                     if job.done and not job.has_text:
                         if job.error:

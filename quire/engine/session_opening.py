@@ -19,8 +19,9 @@ from quire.memory.saved.read import Reading
 from quire.memory.saved.types import Found, StateFlags, StateRead
 from quire.memory.tokens import Tokens
 
-_FIELDS = {"computed", "salt", "edited", "marks", "notes", "arithmetic"}
-_MARK_FIELDS = {"name", "checkpoint", "computed", "edited"}
+_PLACE_FIELDS = {"computed", "salt", "edited", "arithmetic"}
+_FIELDS = _PLACE_FIELDS | {"marks", "notes"}
+_MARK_FIELDS = _PLACE_FIELDS | {"name", "checkpoint"}
 Opened = tuple[Sequence, dict[str, Mark], dict[str, Any]]
 """A sequence as it was saved, its marks and notes."""
 
@@ -78,16 +79,23 @@ class Opening:
         self._pass()
         (read,) = found
         facts, arrays = read.extra.facts, read.extra.arrays
-        exact = facts["arithmetic"] == engine.runner.model.arithmetic
-        origin = facts["salt"], self._share and exact, exact
-        sequence.become(_record(facts, arrays, "", *origin))
+        sequence.become(self._record(facts, arrays, ""))
         engine.prefix.track(sequence)
         marks = {}
         for i, told in enumerate(facts["marks"]):
-            record = _record(told, arrays, f"mark {i} ", *origin)
+            record = self._record(told, arrays, f"mark {i} ")
             checkpoint = read.checkpoints[told["checkpoint"]]
             marks[told["name"]] = engine.history.marked(told["name"], record, checkpoint)
         return sequence, marks, json.loads(facts["notes"])
+
+    def _record(
+        self, facts: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]], label: str
+    ) -> Record:
+        """What a file told of a record; it was checked."""
+        tokens, logits = Tokens(arrays[f"{label}tokens"]), arrays.get(f"{label}logits")
+        exact = facts["arithmetic"] == self._engine.runner.model.arithmetic
+        shared, salt = self._share and exact, facts["salt"]
+        return Record(tokens, facts["computed"], logits, facts["edited"], salt, shared, exact)
 
     def let_go(self) -> None:
         """It is there, or will not be, and nobody reads any more; once is enough."""
@@ -122,15 +130,6 @@ class Opening:
         raise SessionFileError(f"{self._source}: it does not fit: {error}") from error
 
 
-def _record(
-    facts: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]], label: str, salt: str,
-    shared: bool, exact: bool,
-) -> Record:  # fmt: skip
-    """What a file told of a record; it was checked."""
-    tokens, logits = Tokens(arrays[f"{label}tokens"]), arrays.get(f"{label}logits")
-    return Record(tokens, facts["computed"], logits, facts["edited"], salt, shared, exact)
-
-
 def _are_notes(written: object) -> bool:
     try:
         return isinstance(written, str) and isinstance(json.loads(written), dict)
@@ -149,15 +148,8 @@ class Contents:
     def check(self, found: Found) -> None:
         """Raises SessionFileError, before anything was changed."""
         facts, arrays = found.extra.facts, dict(found.extra.arrays)
-        known = facts.keys() == _FIELDS and isinstance(facts["salt"], str)
-        if not known or not _are_notes(facts["notes"]):
+        if facts.keys() != _FIELDS or not _are_notes(facts["notes"]):
             self._refuse("it is no session: it does not have the fields of one")
-        ours, theirs = self.engine.runner.model.arithmetic, facts["arithmetic"]
-        if not isinstance(theirs, str) or (self.strict and theirs != ours):
-            self._refuse(
-                f"it was computed with other arithmetic: {str(theirs)[:80]!r} there, {ours!r} "
-                "here; open it without strict=True to go on with other bits"
-            )
         if not found.complete:
             self._refuse("memory does not have all of its tokens")
         (end,) = found.ends.values()
@@ -184,6 +176,7 @@ class Contents:
         self, what: str, label: str, facts: Mapping[str, Any], arrays: dict[str, NDArray[Any]],
         end: int,
     ) -> None:  # fmt: skip
+        self._check_origin(what, facts)
         n_vocab, n_ctx = self.engine.runner.model.n_vocab, self.engine.n_ctx
         tokens = arrays.pop(f"{label}tokens", None)
         logits = arrays.pop(f"{label}logits", None)
@@ -207,6 +200,16 @@ class Contents:
             or computed != len(tokens)
         ):  # fmt: skip
             self._refuse(f"{what} has logits that are not those of its last token")
+
+    def _check_origin(self, what: str, facts: Mapping[str, Any]) -> None:
+        if not isinstance(facts["salt"], str):
+            self._refuse(f"{what} has no salt")
+        ours, theirs = self.engine.runner.model.arithmetic, facts["arithmetic"]
+        if not isinstance(theirs, str) or (self.strict and theirs != ours):
+            self._refuse(
+                f"{what} was computed with other arithmetic: {str(theirs)[:80]!r} there, {ours!r} "
+                "here; open it without strict=True to go on with other bits"
+            )
 
     def _refuse(self, reason: str) -> NoReturn:
         raise SessionFileError(f"{self.source}: {reason}")

@@ -36,13 +36,12 @@ class Saving:
         for mark in marks.values():
             engine.history.bring_back(mark, sequence, together)
         arrays: dict[str, NDArray[Any]] = {}
-        facts = _told(sequence.record(), arrays, "")
+        arithmetic = engine.runner.model.arithmetic
+        facts = _told(sequence.record(), arrays, "", arithmetic)
         told = []
         for i, mark in enumerate(marks.values()):
-            place = _told(mark.record, arrays, f"mark {i} ")
-            del place["salt"]  # a session's marks are of its salt
+            place = _told(mark.record, arrays, f"mark {i} ", arithmetic)
             told.append({"name": mark.name, "checkpoint": mark.checkpoint, **place})
-        facts["arithmetic"] = engine.runner.model.arithmetic if sequence.exact else "several"
         extra = Extra({**facts, "marks": told, "notes": written}, arrays)
         names = [mark.checkpoint for mark in marks.values()]
         self._engine = engine
@@ -93,9 +92,17 @@ def _written(notes: Mapping[str, Any]) -> str:
     return text
 
 
-def _told(record: Record, arrays: dict[str, NDArray[Any]], label: str) -> dict[str, Any]:
-    """What a file says of a record; its arrays go under a label."""
+def _told(
+    record: Record, arrays: dict[str, NDArray[Any]], label: str, arithmetic: str
+) -> dict[str, Any]:
+    """What a file says of a record; its arrays go under a label.
+
+    A mark has a salt of its own: its session may have gone to one of another's since.
+    """
     arrays[f"{label}tokens"] = record.tokens.array()
     if record.logits is not None and record.computed == len(record.tokens):
         arrays[f"{label}logits"] = record.logits
-    return {"computed": record.computed, "edited": record.edited, "salt": record.salt}
+    return {
+        "computed": record.computed, "edited": record.edited, "salt": record.salt,
+        "arithmetic": arithmetic if record.exact else "several",
+    }  # fmt: skip

@@ -348,6 +348,43 @@ def test_files_of_other_arithmetic(
             other.open(again, strict=True)
 
 
+def test_marks_keep_their_salts_in_files(path: Path, tmp_path: Path) -> None:
+    """A session that went to a mark of another salt has its own marks of the salt before."""
+    saved = tmp_path / "salts.quire"
+    with quire.load(path, n_ctx=400, threads=1) as llm:
+        theirs = llm.session("theirs").append([9] * 64)
+        ours = llm.session("ours").append([8] * 64)
+        ours.checkpoint("ours")
+        ours.rewind(theirs.checkpoint()).save(saved)
+    with quire.load(path, n_ctx=400, threads=1) as llm:
+        opened = llm.open(saved, share=True).rewind("ours")
+        opened.append([8] * 8)
+
+        def cached(salt: str) -> int:
+            return llm.generate([8] * 72, max_tokens=1, cache_salt=salt, **GO).cached_tokens
+
+        assert cached("theirs") == 0 and cached("ours") > 60
+
+
+def test_marks_keep_in_files_what_arithmetic_they_are_of(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved, again = tmp_path / "there.quire", tmp_path / "here.quire"
+    with quire.load(path, threads=1) as llm:
+        llm.session().append(STORY).save(saved)
+    monkeypatch.setattr(cpu, "CpuOps", partial(cpu.CpuOps, isa="portable"))
+    with quire.load(path, threads=1) as other:
+        opened = other.open(saved)
+        opened.checkpoint("there")
+        here = other.session().append([5] * 20)
+        assert opened.rewind(here.checkpoint()).exact
+        opened.save(again)
+        with pytest.raises(SessionFileError, match="'there' was computed with other arithmetic"):
+            other.open(again, strict=True)
+        opened = other.open(again)
+        assert opened.exact and not opened.rewind("there").exact
+
+
 def test_a_forged_file_serves_nobody_else(path: Path, roomy: quire.LLM, tmp_path: Path) -> None:
     """It chose its salt and what its pages hold; others compute their own."""
     saved = tmp_path / "forged.quire"

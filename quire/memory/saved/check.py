@@ -17,7 +17,7 @@ from quire.memory.saved.sources import PAGES
 from quire.memory.saved.types import Extra, Found, StateFlags
 
 FORMAT = "quire saved state"
-VERSION = 2
+VERSION = 3
 """To be raised with every change of what a file means, the order of bytes in a page included."""
 
 EXTRA = "extra "
