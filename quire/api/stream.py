@@ -74,9 +74,9 @@ class Stream:
         return self._complete(self._job)
 
     def close(self) -> None:
-        """Ends the generation."""
+        """Ends the generation; in a child of the process that began it there is nothing to end."""
         job = self._job
-        if not job.done:
+        if not (job.done or job.loop.seat.forked):
             job.loop.close_with(lambda: job.loop.end(job))
 
 

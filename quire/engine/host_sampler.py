@@ -85,6 +85,8 @@ class HostSampler:
         for processor in s.logit_processors:
             x = _processed(processor, self._tokens, x)
             _exclude(x, allowed)
+        if not (x > -np.inf).any():
+            raise RequestError("mask, bias and processors exclude every token")
         if s.temperature == 0:
             return x
         kept = self._filtered(x, u)
@@ -124,8 +126,6 @@ class HostSampler:
         """The tokens that all filters leave."""
         s = self.sampling
         ids = np.flatnonzero(x > -np.inf)
-        if not len(ids):
-            raise RequestError("mask, bias and processors exclude every token")
         kept: Kept = ids, x[ids].astype(np.float64) / s.temperature
         if s.top_n_sigma > 0:
             kept = _where(kept, kept[1] >= kept[1].max() - s.top_n_sigma * kept[1].std())
@@ -211,7 +211,10 @@ def _exclude(x: Row, allowed: NDArray[np.bool_] | None) -> None:
 
 
 def _processed(processor: Callable[[list[int], Row], Row | None], tokens: list[int], x: Row) -> Row:
-    """What a user's function makes of a row; whatever it does wrong is its request's error."""
+    """What a user's function makes of a row; whatever it does wrong is its request's error.
+
+    Where it makes some infinitely likely, they are all there is: nothing computes with infinity.
+    """
     name = getattr(processor, "__name__", repr(processor))
     try:
         made = processor(list(tokens), x)
@@ -224,4 +227,8 @@ def _processed(processor: Callable[[list[int], Row], Row | None], tokens: list[i
             f"the logit processor {name:.80} must return {len(x)} numbers, or None where it "
             f"changed those it got, not {made!r:.80}"
         )
-    return made.astype(np.float32)
+    with np.errstate(over="ignore"):
+        made = made.astype(np.float32)
+    if made.max() == np.inf:
+        made = np.where(made == np.inf, 0, -np.inf).astype(np.float32)
+    return made

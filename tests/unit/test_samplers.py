@@ -193,6 +193,41 @@ def test_processors_see_everything_and_decide(llm: quire.LLM) -> None:
     assert seen == [llm.encode("ab" + "23456"[:i]) for i in range(5)]
 
 
+@pytest.mark.parametrize("temperature", [0, 0.7])
+def test_a_processor_that_leaves_nothing_is_told(llm: quire.LLM, temperature: float) -> None:
+    """No token comes that somebody has excluded."""
+
+    def none(_: list[int], row: np.ndarray) -> None:
+        row[:] = -np.inf
+
+    def only_b(_: list[int], row: np.ndarray) -> None:
+        row[np.arange(len(row)) != llm.encode("b", add_special=False)[0]] = -np.inf
+
+    how: dict[str, Any] = {"temperature": temperature, "seed": 1, "max_tokens": 3}
+    for processor, constraint in ((none, None), (only_b, quire.Regex("a"))):
+        with pytest.raises(RequestError, match="exclude every token"):
+            llm.generate("ab", logit_processors=[processor], constraint=constraint, **how)
+
+
+@pytest.mark.parametrize("temperature", [0, 0.7])
+@pytest.mark.filterwarnings("error")
+def test_what_is_infinitely_likely_comes(llm: quire.LLM, temperature: float) -> None:
+    """Also where only float32 has no room for it; of several, one."""
+    wanted = llm.encode("xy", add_special=False)
+
+    def force(_: list[int], row: np.ndarray) -> np.ndarray:
+        made = row.astype(np.float64)
+        made[wanted[0]], made[wanted[1]] = np.inf, 1e300
+        return made
+
+    how: dict[str, Any] = {"temperature": temperature, "ignore_eos": True, "max_tokens": 12}
+    ways: list[dict[str, Any]] = [{}, {"top_p": 0.9}, {"typical_p": 0.5}, {"mirostat": 2}]
+    for way in ways[: None if temperature else 1]:
+        made = llm.generate("ab", logit_processors=[force], seed=3, **how, **way).token_ids
+        assert set(made) <= set(wanted)
+        assert temperature == 0 or way or len(set(made)) == 2
+
+
 @pytest.mark.parametrize("wrong", [lambda t, x: 1 / 0, lambda t, x: x[:3], lambda t, x: x * np.nan,
                                    lambda t, x: np.full_like(x, -np.inf)])  # fmt: skip
 def test_a_processor_that_fails_is_its_own_requests_error(llm: quire.LLM, wrong: Any) -> None:

@@ -378,6 +378,7 @@ def test_a_child_process_is_told(llm: quire.LLM, alone: list[list[int]]) -> None
             except BaseException:
                 said.append(False)
         session.close()
+        stream.close()
         llm.close()
         os.write(tell, b"".join(b"y" if right else b"n" for right in said))
         os._exit(0)
