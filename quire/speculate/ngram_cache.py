@@ -8,10 +8,12 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
 from quire.errors import FileError, ModelError, RequestError
+from quire.files import replace_file
 
 _MAGIC = b"quire n-grams 1\n"
 _HEADER = struct.Struct("<IIQI")  # vocabulary, n, entries, CRC-32 of what follows
@@ -54,13 +56,20 @@ class NgramCache:
         return tuple(draft)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the file; one that is there is replaced as a whole."""
+        """Writes the file; one that is there is replaced as a whole, or stays as it was."""
         rows = [(*key, token) for key, token in self._following.items()]
         data = np.array(rows, "<i4").reshape(-1, self.n + 1).tobytes()
         header = _HEADER.pack(self.n_vocab, self.n, len(rows), zlib.crc32(data))
-        beside = Path(f"{os.fspath(path)}.new")
-        beside.write_bytes(_MAGIC + header + data)
-        os.replace(beside, path)
+
+        def write(file: BinaryIO) -> None:
+            file.write(_MAGIC + header + data)
+
+        try:
+            replace_file(Path(path), write)
+        except OSError as error:
+            raise FileError(
+                f"{path}: the n-gram cache cannot be saved: {error.strerror}"
+            ) from error
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> NgramCache:

@@ -343,6 +343,9 @@ def test_cache_files(pair, tmp_path) -> None:
         (tmp_path / "damaged").write_bytes(damaged)
         with pytest.raises(ModelError, match="damaged"):
             NgramCache.load(tmp_path / "damaged")
+    for nowhere in (tmp_path / "no folder" / "ngrams", tmp_path):
+        with pytest.raises(FileError, match="cannot be saved"):
+            cache.save(nowhere)
 
 
 def test_a_cache_drafts_where_the_text_is_new(always, pair) -> None:
