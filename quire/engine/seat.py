@@ -224,8 +224,9 @@ class Seat:
         with SignalsLater(), self._mutex:
             self._dismissed = False
             if self._thread is None:
-                self._thread = threading.Thread(target=self._drive, name="quire", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._drive, name="quire", daemon=True)
+                thread.start()
+                self._thread = thread  # others may wait for its end from here on
         self._news.ring()
 
     def remove_guest(self, waiter: Waiter) -> None:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,31 @@ def test_a_model_that_is_closed_meanwhile(
     with pytest.raises(RequestError, match="closed"):
         opening.result(20)
     assert llm.budget.passing == 0
+
+
+def test_a_model_that_is_closed_before_its_last_page_was_summed_up(
+    path: Path, story: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its bytes are gone by then: that is nothing the file has done."""
+    llm, pages = quire.load(path, threads=1), 0
+
+    class Summed:
+        def __init__(self, *given: Any, **size: Any) -> None:
+            self._sum = blake2b(*given, **size)
+            self.hexdigest = self._sum.hexdigest
+
+        def update(self, chunk: bytes) -> None:
+            nonlocal pages
+            for _, ids in [all for one in llm.engine.memory.incoming for all in one.set_aside]:
+                pages += 1
+                if pages == len(ids):
+                    llm.close()
+            self._sum.update(chunk)
+
+    monkeypatch.setattr("quire.memory.saved.format.blake2b", Summed)
+    with pytest.raises(RequestError, match="closed"):
+        llm.open(story)
+    assert llm.budget.used == 0
 
 
 def test_whoever_is_short_of_memory_waits(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import threading
@@ -355,6 +356,22 @@ def test_a_draft_model_that_others_use(path: Path, alone: list[list[int]]) -> No
                     lambda: use(draft, 4, llm),
                 )  # fmt: skip
                 assert pages(llm) == pages(draft) == 0
+
+
+def test_a_model_is_closed_while_its_own_thread_is_being_started(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = quire.load(path, threads=1)
+    start = threading.Thread.start
+
+    def started(thread: threading.Thread) -> None:
+        if thread.name == "quire":
+            llm.loop.seat.dismiss()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", started)
+    assert asyncio.run(llm.agenerate(prompt(1), max_tokens=3, **GO)).token_ids
+    llm.close()
 
 
 def test_a_child_process_is_told(llm: quire.LLM, alone: list[list[int]]) -> None:

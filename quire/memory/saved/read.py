@@ -9,7 +9,7 @@ from io import BytesIO
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, BinaryIO
 
-from quire.errors import RequestError
+from quire.errors import RequestError, SessionFileError
 from quire.memory.checkpoint import Checkpoint
 from quire.memory.groups.group import AnyGroup
 from quire.memory.groups.layout import Int32
@@ -150,18 +150,25 @@ class Reading:
 
     def fill(self) -> None:
         """Reads the bytes of pages; SessionFileError if they are not what was written."""
-        if self._regrouping is not None:
-            self._regrouping.fill(self._groups, self._arrays)
-            return
-        for pool, _ in self._demand:
-            self._container.read_into(PAGES + pool.name, self._wanted(self._arrays[pool.name]))
+        try:
+            if self._regrouping is not None:
+                self._regrouping.fill(self._groups, self._arrays)
+                return
+            for pool, _ in self._demand:
+                self._container.read_into(PAGES + pool.name, self._wanted(self._arrays[pool.name]))
+        except SessionFileError:
+            self._check_open()  # what was given back has no checksum
+            raise
 
     def _wanted(self, pages: list[Bytes]) -> Iterator[Bytes]:
         """One page after the other, as long as memory is there."""
         for page in pages:
-            if self not in self._memory.incoming:
-                raise RequestError("memory was closed while saved state was read into it")
+            self._check_open()
             yield page
+
+    def _check_open(self) -> None:
+        if self not in self._memory.incoming:
+            raise RequestError("memory was closed while saved state was read into it")
 
     def finish(self) -> StateRead:
         """Tables take their places. OutOfMemory where states lack room to be put together in."""
