@@ -41,6 +41,8 @@ class Past:
         """Only the first so many."""
         if not self.deeds or length == len(self.tokens):
             return Past(self.tokens[:length], self.deeds)
+        if length <= self.whole + 1:
+            return Past(self.tokens[:length])
         gone, last = len(self.tokens) - length, self.deeds[-1]
         if last[0] == "add" and gone < len(last[1]):
             deeds = (*self.deeds[:-1], ("add", last[1][:-gone]))
@@ -53,7 +55,13 @@ class Past:
         if stop == len(self.tokens):
             return self.back(start)
         deeds = (*(self.deeds or (("add", self.tokens),)), ("cut", start, stop))
-        return Past(self.tokens[:start] + self.tokens[stop:], deeds)
+        past = Past(self.tokens[:start] + self.tokens[stop:], deeds)
+        return Past(past.tokens) if len(past.tokens) <= past.whole + 1 else past
+
+    @property
+    def whole(self) -> int:
+        """How many first tokens saw nothing that was taken out; the last one is computed anew."""
+        return min([deed[1] for deed in self.deeds if deed[0] == "cut"], default=len(self.tokens))
 
 
 class Truth:

@@ -105,7 +105,7 @@ class Appended(Marked):
     def start_append(self, tokens: Seq[int], holder: Holder | None = None) -> Appending:
         """Lets the next steps compute more tokens, while the holder waits; on the loop."""
         sequence, engine = self._resting(), self._engine
-        way_back = engine.history.way_back(sequence)
+        way_back = WayBack(engine.history, sequence)
 
         def undo() -> None:
             if engine.closed:

@@ -11,7 +11,6 @@ from quire.engine.prefix_cache import PrefixCache
 from quire.engine.room import Rank, Room
 from quire.engine.runner import for_callers
 from quire.engine.sequence import PARKED, Mark, Record, Sequence, check_whole
-from quire.engine.way_back import WayBack
 from quire.errors import BudgetError, OutOfMemory, RequestError
 from quire.memory.memory import Memory
 from quire.memory.status import Status
@@ -99,7 +98,8 @@ class History:
         """
         if not self._is_sequences_own(sequence, length):
             self.ensure_resident(sequence)
-            if sequence.edited and not self.memory.can_rm(sequence.id, max(length - 1, 0), -1):
+            stays = not sequence.is_whole_to(length)
+            if stays and not self.memory.can_rm(sequence.id, max(length - 1, 0), -1):
                 raise self._nothing_covers(length)
             if not self.memory.seq_rm(sequence.id, length, -1):
                 self._recompute(sequence, length)
@@ -131,8 +131,9 @@ class History:
         An edited sequence that is parked may have no room to come back to. Where memory can be cut
         at any position that is done when it comes.
         """
-        check_whole(sequence)
-        if sequence.edited:
+        if not sequence.is_whole_to(length):
+            check_whole(sequence)
+        if sequence.edited and sequence.computed:
             return sequence.status is PARKED and self.cuts_anywhere
         return length >= sequence.computed
 
@@ -140,16 +141,6 @@ class History:
     def cuts_anywhere(self) -> bool:
         """Whether memory can go back to any position."""
         return all(group.kind == "attention" for group in self.memory.groups)
-
-    def way_back(self, sequence: Sequence, length: int | None = None) -> WayBack:
-        """Lets whatever comes from here on be undone: tokens are dropped behind `length`, appended.
-
-        Those that were dropped are computed again then: their pages are not kept from others.
-        """
-        kept, mark = sequence.length if length is None else length, None
-        if sequence.edited and (kept < sequence.length or not self.cuts_anywhere):
-            mark = self.mark(sequence, "")  # it cannot be computed again
-        return WayBack(self, sequence, kept, mark)
 
     def _start_from_mark(self, sequence: Sequence, most: int) -> None:
         """Goes to the furthest mark along a sequence's first tokens, if that is further than it is.
@@ -174,7 +165,8 @@ class History:
         tokens, ours = sequence.tokens, (sequence.salt, sequence.shared, sequence.exact)
         for mark in sequence.marks.values():
             record, n = mark.record, _computed(mark)
-            if not n or record.edited or (record.salt, record.shared, record.exact) != ours:
+            theirs = record.salt, record.shared, record.exact
+            if not n or record.whole is not None or theirs != ours:
                 continue
             if (n <= most or self.cuts_anywhere) and tokens.common(record.tokens.array(0, n)) == n:
                 yield mark

@@ -57,8 +57,8 @@ class Record:
     """How many of them memory holds."""
     logits: NDArray[np.float32] | None
     """Those after the last token, where they are known."""
-    edited: bool
-    """Whether tokens were taken out of the middle: computing the rest again would change it."""
+    whole: int | None
+    """Behind so many tokens some were taken out: to compute the rest again would change it."""
     salt: str
     shared: bool = True
     """Whether others may begin with its pages: what came from a file is nobody else's."""
@@ -98,7 +98,7 @@ class Sequence:
         self.length = self.pending = len(tokens)
         self.computed = 0
         self.logits: NDArray[np.float32] | None = None
-        self.edited = False
+        self.whole: int | None = None  # what its tokens say ends here, where some were taken out
         self.salt = salt
         self.marks: Mapping[str, Mark] = {}  # places along its past, as its session makes them
         self.shared = True
@@ -116,6 +116,15 @@ class Sequence:
         self.priority = 0  # lower comes first
         self.speculation: Speculation | None = None  # of the current or last request
         self.failed = False  # whether its current or last request could not go on
+
+    @property
+    def edited(self) -> bool:
+        """Whether tokens were taken out of the middle: those left do not say what it holds."""
+        return self.whole is not None
+
+    def is_whole_to(self, length: int) -> bool:
+        """Whether computing its first tokens again would bring the same."""
+        return self.whole is None or length <= self.whole
 
     # -- tokens ---------------------------------------------------------------------------------
 
@@ -158,6 +167,8 @@ class Sequence:
 
     def truncate(self, length: int) -> None:
         """Drops the tokens from a position on; memory has done so."""
+        if self.is_whole_to(length):
+            self.whole = None
         self.tokens.truncate(length)
         self.expecting = False
         if self.computed > length:
@@ -169,7 +180,8 @@ class Sequence:
         self.tokens.remove(start, stop)
         self.computed -= stop - start
         self.logits = None
-        self.edited |= start < self.computed
+        if start < self.computed:
+            self.whole = start if self.whole is None else min(start, self.whole)
         self._count()
 
     def _count(self) -> None:
@@ -179,7 +191,7 @@ class Sequence:
     def record(self) -> Record:
         """What it is now; the two go their own ways from here."""
         return Record(
-            self.tokens.fork(), self.computed, self.logits, self.edited, self.salt, self.shared,
+            self.tokens.fork(), self.computed, self.logits, self.whole, self.salt, self.shared,
             self.exact,
         )  # fmt: skip
 
@@ -187,7 +199,7 @@ class Sequence:
         """Makes it what a record says; memory has done so."""
         self.tokens = record.tokens.fork()
         self.computed, self.logits = record.computed, record.logits
-        self.edited, self.salt = record.edited, record.salt
+        self.whole, self.salt = record.whole, record.salt
         self.shared, self.exact = record.shared, record.exact
         self._count()
         self._at_home()
@@ -283,6 +295,6 @@ def check_whole(sequence: Sequence) -> None:
     """Refuses one that lost what computing its tokens again would not bring back."""
     if sequence.edited and sequence.status is LOST:
         raise RequestError(
-            "tokens were taken out of this session, and its pages are gone: it can only be "
-            "rewound to a mark, or closed"
+            "tokens were taken out of this session, and its pages are gone: it can only be rewound "
+            f"to its first {sequence.whole} tokens or to a mark, or closed"
         )

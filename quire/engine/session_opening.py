@@ -19,7 +19,7 @@ from quire.memory.saved.read import Reading
 from quire.memory.saved.types import Found, StateFlags, StateRead
 from quire.memory.tokens import Tokens
 
-_PLACE_FIELDS = {"computed", "salt", "edited", "arithmetic"}
+_PLACE_FIELDS = {"computed", "salt", "whole", "arithmetic"}
 _FIELDS = _PLACE_FIELDS | {"marks", "notes"}
 _MARK_FIELDS = _PLACE_FIELDS | {"name", "checkpoint"}
 Opened = tuple[Sequence, dict[str, Mark], dict[str, Any]]
@@ -95,7 +95,7 @@ class Opening:
         tokens, logits = Tokens(arrays[f"{label}tokens"]), arrays.get(f"{label}logits")
         exact = facts["arithmetic"] == self._engine.runner.model.arithmetic
         shared, salt = self._share and exact, facts["salt"]
-        return Record(tokens, facts["computed"], logits, facts["edited"], salt, shared, exact)
+        return Record(tokens, facts["computed"], logits, facts["whole"], salt, shared, exact)
 
     def let_go(self) -> None:
         """It is there, or will not be, and nobody reads any more; once is enough."""
@@ -193,7 +193,8 @@ class Contents:
         if type(computed) is not int or computed != end or computed > len(tokens):
             self._refuse(f"{what} says {str(computed)[:40]} of {len(tokens)} tokens are computed, "
                          f"and memory has {end}")  # fmt: skip
-        if type(facts["edited"]) is not bool:
+        whole = facts["whole"]
+        if whole is not None and not (type(whole) is int and 0 <= whole < len(tokens)):
             self._refuse(f"{what} does not say whether tokens were taken out")
         if logits is not None and (
             logits.dtype != np.float32 or logits.shape != (n_vocab,) or np.isnan(logits).any()

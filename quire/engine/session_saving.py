@@ -103,6 +103,6 @@ def _told(
     if record.logits is not None and record.computed == len(record.tokens):
         arrays[f"{label}logits"] = record.logits
     return {
-        "computed": record.computed, "edited": record.edited, "salt": record.salt,
+        "computed": record.computed, "whole": record.whole, "salt": record.salt,
         "arithmetic": arithmetic if record.exact else "several",
     }  # fmt: skip

@@ -187,6 +187,32 @@ class Keeping(Books):
             group.trim(len(self._tables))
         self.checkpoints.timings["restore"].add(perf_counter_ns() - start)
 
+    def checkpoint_take(self, seq: int) -> str:
+        """Keeps a parked sequence under a name, and leaves it empty; nothing comes back for it."""
+        self.check_idle()
+        parked = self._parked.pop(seq)
+        for part in parked.parts:
+            part.pool.freeze(*part.kept)  # it sees what it could have written
+            part.seq = -1
+        name = self.checkpoints.new_name(None)
+        self.checkpoints.by_name[name] = Checkpoint(name, seq, parked.tables, parked=parked)
+        self._tables[seq] = self._new_tables()
+        return name
+
+    def checkpoint_give(self, seq: int, name: str) -> None:
+        """Makes a sequence what a parked checkpoint holds, in its place: it stays parked."""
+        self.check_idle()
+        parked = self.checkpoints.get(name).parked
+        assert parked is not None, "its pages are here"
+        del self.checkpoints.by_name[name]
+        self._drop_parked(seq)
+        if seq in self._tables:
+            self._let_go(self._tables.pop(seq))
+        for part in parked.parts:
+            part.seq = seq
+        self._parked[seq] = parked
+        self._trim()
+
     def checkpoint_delete(self, name: str) -> None:
         """Forgets a checkpoint and frees what nobody else holds."""
         if self._open is not None:

@@ -94,7 +94,7 @@ class ServedSession:
                 common = sequence.tokens.common(np.array(tokens, np.int32))
                 tokens = tokens[common:]
             asked = replace(request, tokens=tokens, salt=sequence.salt)
-            self._way_back = history.way_back(sequence, common)
+            self._way_back = WayBack(history, sequence, common)
             try:
                 if common < sequence.length:
                     history.truncate(sequence, common)

@@ -17,6 +17,7 @@ import quire
 from quire.api.perplexity import perplexity
 from quire.engine.loop import Loop
 from quire.engine.sequence import PARKED
+from quire.engine.way_back import WayBack
 from quire.errors import OutOfMemory, QuireError, RequestError, SessionFileError, TierError
 from quire.memory.lease import Lease
 from quire.ops import Refused, cpu
@@ -175,6 +176,65 @@ def test_an_edited_session_after_an_append_that_fails(
         assert (
             s.generate(max_tokens=5, **GO).token_ids == twin.generate(max_tokens=5, **GO).token_ids
         )
+
+
+@pytest.mark.host
+def test_a_turn_that_leaves_most_of_an_edited_session_needs_no_room_for_it(
+    path: Path, roomy: quire.LLM
+) -> None:
+    """Only its beginning is computed; undone, all of it is there, in its tier, as it was."""
+    with (
+        quire.load(path, kv_cache_tokens=160, n_ctx=160, threads=1, swap_space="1GiB") as llm,
+        llm.session() as s, llm.session() as hog,
+    ):  # fmt: skip
+        s.append(STORY[:100]).remove(60, 70)
+        before, tokens = s.logits(), s.tokens
+        hog.append([6] * 100).checkpoint()
+        assert s.sequence.status is PARKED
+        llm.engine.tiers.tiers[0].limit = llm.engine.tiers.tiers[0].used  # the mark has to stay
+        with pytest.raises(OutOfMemory):
+            s.logits()
+
+        def turn() -> WayBack:
+            way_back = WayBack(llm.engine.history, s.sequence, 40)
+            llm.engine.history.truncate(s.sequence, 40)
+            return way_back
+
+        for undone in (True, False):
+            way_back = llm.loop.call(turn)
+            assert np.array_equal(s.logits(), roomy.logits(STORY[:40])[-1])
+            llm.memory.audit()
+            llm.loop.call(way_back.go if undone else way_back.drop)
+            assert s.tokens == (tokens if undone else tokens[:40])
+            llm.memory.audit()
+            if undone:
+                fork = llm.loop.call(hog.fork)  # which shares all there is
+                hog.close()
+                fork.close()
+                assert np.array_equal(s.logits(), before)
+                llm.loop.call(lambda: llm.engine.room.park(s.sequence))
+        assert llm.engine.tiers.tiers[0].used == 0
+
+
+@pytest.mark.parametrize("kind", ["dense", "window"])
+def test_an_edited_session_is_whole_again_before_what_was_taken_out(
+    kind: str, tmp_path: Path
+) -> None:
+    """Its tokens say what it holds: others may share it, and it may be computed again."""
+    model = session_kinds.write(kind, tmp_path)
+    with quire.load(model, n_ctx=160, threads=1) as llm, llm.session("mine") as s:
+        s.append(STORY[:20]).remove(10, 12).append(STORY[20:90])
+        with pytest.raises(RequestError, match="taken out"):
+            s.keep()
+        s.rewind(8 - s.position)  # a window has passed it
+        assert np.array_equal(s.logits(), llm.logits(STORY[:8])[-1])
+        s.append(STORY[8:24]).keep()
+        made = llm.generate(STORY[:25], max_tokens=1, cache_salt="mine", **GO)
+        assert made.cached_tokens == 24
+        s.remove(15, 23)  # what is behind it is computed anew in any case
+        assert np.array_equal(s.logits(), llm.logits([*STORY[:15], STORY[23]])[-1])
+        s.keep()
+        llm.memory.audit()
 
 
 @pytest.mark.host

@@ -62,7 +62,7 @@ def an_edited_session_is_computed_again(patch: Patch) -> None:
 
     def cut_out(sequence: Sequence, start: int, stop: int) -> None:
         real(sequence, start, stop)
-        sequence.edited = False
+        sequence.whole = None
 
     patch.setattr(Sequence, "cut_out", cut_out)
 
