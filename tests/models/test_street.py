@@ -10,8 +10,11 @@ import pytest
 
 import quire
 from tests import session_kinds
+from tests.flying import HostSteps
+from tests.flying import flying as flying  # a fixture
 from tests.model_folders import model_folder
 from tests.models.test_session_oracle import surroundings as surroundings  # a fixture
+from tests.session_market import Market
 from tests.session_street import Street
 from tests.session_truth import Truth
 
@@ -54,7 +57,7 @@ def write(kind: str, folder: Path) -> Path:
     return session_kinds.write(kind, folder)
 
 
-def street(kind: str, folder: Path, seeds: range, deeds: int) -> None:
+def street(kind: str, folder: Path, seeds: range, deeds: int, user: type[Street] = Street) -> None:
     """So many deeds in each of some tight worlds."""
     other, usual = NEXT_DOOR.get(kind, "tiny-dense"), {"n_ctx": session_kinds.N_CTX, "threads": 1}
     path, beside = write(kind, folder), write(other, folder)
@@ -79,9 +82,8 @@ def street(kind: str, folder: Path, seeds: range, deeds: int) -> None:
                 for one in (llm, door):
                     one.engine.room._seconds_per_token = lambda speed=speed: speed
                 drafts = door if door.model.n_vocab == llm.model.n_vocab else None
-                Street(llm, truths[0], seed, folder, next_door=(door, truths[1]), draft=drafts).run(
-                    deeds
-                )
+                neighbours = (door, truths[1])
+                user(llm, truths[0], seed, folder, next_door=neighbours, draft=drafts).run(deeds)
             assert llm.budget.used == 0, llm.budget.breakdown
 
 
@@ -96,3 +98,27 @@ def test_two_models_on_one_budget_hold_what_their_tokens_say(kind: str, tmp_path
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_two_models_on_one_budget_for_long(kind: str, tmp_path: Path) -> None:
     street(kind, tmp_path, range(100, 130), 200)
+
+
+@pytest.mark.parametrize("kind", ["dense", "hybrid", "tiny-window"])
+def test_small_steps_and_files_that_travel(kind: str, tmp_path: Path) -> None:
+    street(kind, tmp_path, range(200, 202), 50, Market)
+
+
+@pytest.mark.parametrize("kind", ["moe", "tiny-dense"])
+def test_small_steps_of_a_device_that_runs_ahead(
+    kind: str, tmp_path: Path, flying: list[HostSteps]
+) -> None:
+    street(kind, tmp_path, range(300, 302), 50, Market)
+    assert sum(steps.followed for steps in flying)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_small_steps_and_files_that_travel_for_long(
+    kind: str, ahead: bool, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if ahead:
+        request.getfixturevalue("flying")
+    street(kind, tmp_path, range(400, 420), 150, Market)
