@@ -143,3 +143,32 @@ def test_a_host_that_gives_no_room_changes_nothing() -> None:
     with pytest.raises(TierError, match="none left"):
         memory.park(0, tier)
     assert snapshot(memory) == was and tier.used == 0
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_a_parked_sequence_changes_places_with_a_checkpoint(kind: str) -> None:
+    """What it alone saw of a page that stayed is not written over, whoever holds that page next."""
+    memory, tier = make_kind(kind), HostTier(1 << 20)
+    append(memory, 0, *range(21))
+    memory.seq_cp(0, 1)
+    append(memory, 0, *range(100, 103))  # behind what the fork sees, in a page of both
+    was = tokens_at(*range(21), *range(100, 103))
+    memory.park(0, tier)
+    used = tier.used
+    name = memory.checkpoint_take(0)
+    assert memory.seq_pos_max(0) == -1 and not memory.is_parked(0) and tier.used == used
+    memory.audit()
+    memory.seq_cp(1, 0)
+    append(memory, 0, *range(200, 204))
+    memory.audit()
+    memory.checkpoint_give(0, name)
+    assert memory.is_parked(0) and tier.used == used and not memory.checkpoints.by_name
+    memory.audit()
+    memory.unpark(0)
+    check_seq(memory, 0, was)
+    check_seq(memory, 1, tokens_at(*range(21)))
+    append(memory, 0, 104)
+    memory.audit()
+    for seq in (0, 1):
+        memory.seq_free(seq)
+    assert tier.used == 0 and not any(pool.used for pool in memory.pools)
