@@ -88,6 +88,12 @@ class Endings:
         if not isinstance(what, Holder):
             self._endings.pop(what, None)
 
+    def end_gone(self, what: Ref) -> None:
+        """Ends what a handle stood for that is gone: somebody else is about to take its place."""
+        self._held.pop(what, None)
+        if ending := self._endings.pop(what, None):
+            _quietly(ending)
+
     @property
     def left(self) -> bool:
         """Whether somebody went without ending what they waited for."""

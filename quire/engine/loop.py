@@ -37,6 +37,7 @@ class Loop:
         self.seat = seat or Seat()
         self._aside = Lock()
         self._work: WeakValueDictionary[int, Work] = WeakValueDictionary()
+        self._last: dict[int, Ref] = {}  # by sequence, the work that was begun last
         self._closing = False
 
     # -- between steps --------------------------------------------------------------------------
@@ -111,8 +112,13 @@ class Loop:
     # -- work on sequences: these are called on the loop ------------------------------------------
 
     def check_idle(self, sequence: Sequence) -> None:
-        """Refuses to touch a sequence that somebody works on."""
-        work = self._work.get(sequence.id)
+        """Refuses to touch a sequence that somebody works on.
+
+        Work that was let go of a moment ago ends here: later it would end what comes after it.
+        """
+        work, last = self._work.get(sequence.id), self._last.get(sequence.id)
+        if work is None and last is not None:
+            self.seat.endings.end_gone(last)
         if isinstance(work, Job):
             raise RequestError("a stream runs on this session; read it to its end or close it")
         if work is not None:
@@ -134,7 +140,7 @@ class Loop:
                 (engine.stop if keep else engine.end)(sequence)
 
         job = Job(self, sequence, request, transcript, undo)
-        self._work[sequence.id] = job
+        self._take(job)
         known = job.ref  # readers may let go of it between two pieces
 
         def left() -> None:
@@ -159,14 +165,18 @@ class Loop:
         if sequence.pending:
             self.engine.activate(sequence)
         work = Work(self, sequence, undo or (lambda: self.engine.stop(sequence)))
-        self._work[sequence.id] = work
+        self._take(work)
         self.when_left(holder, work.ref, lambda: self.end(work))
         return work
+
+    def _take(self, work: Work) -> None:
+        id = work.sequence.id
+        self._work[id], self._last[id] = work, work.ref
 
     def end(self, work: Work) -> None:
         """Ends work early, or tidies up behind it; once is enough."""
         if self._work.get(work.sequence.id) is work:
-            del self._work[work.sequence.id]
+            del self._work[work.sequence.id], self._last[work.sequence.id]
             self.seat.endings.settled(work.ref)
             self.engine.discard(work.sequence)
             if isinstance(work, Job):

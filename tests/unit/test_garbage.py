@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import quire
+from quire.engine.loop import Loop
 from quire.errors import RequestError
 from tests import tiny
 
@@ -196,3 +197,33 @@ llm = quire.load(sys.argv[1], threads=2)
     done = subprocess.run(run, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("way", ["generate", "append", "rewind"])
+def test_what_goes_as_something_else_begins_does_not_end_that(llm: quire.LLM, way: str) -> None:
+    """Garbage is collected between what is let go of before a request and the request itself."""
+    session = llm.session().append(PROMPT)
+    stream = session.stream(**GO)
+    next(stream)
+    cycle: list[Any] = [stream]
+    cycle.append(cycle)
+    del stream, cycle
+    real, before = Loop.check_idle, session.tokens
+
+    def check_idle(loop: Loop, sequence: Any) -> None:
+        gc.collect()
+        real(loop, sequence)
+
+    uses: dict[str, Callable[[], Any]] = {
+        "generate": lambda: session.generate(**GO), "append": lambda: session.append([5, 6, 7]),
+        "rewind": lambda: session.rewind(-1).generate(**GO),
+    }  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loop, "check_idle", check_idle)
+        thread = threading.Thread(target=uses[way], daemon=True)
+        thread.start()
+        thread.join(20)
+    assert not thread.is_alive(), "it waits for ever"
+    assert len(session.tokens) > len(before) - (way == "rewind")
+    assert session.sequence.generation is None and not llm.engine.scheduler.active
+    llm.memory.audit()
