@@ -30,7 +30,12 @@ class Work:
         """Ends it early; on the loop."""
         self.told: list[Callable[[], None]] = []
         """Called on the loop whenever something came of it."""
-        self.ref = loop.when_gone(self, undo)
+
+        def gone() -> None:
+            loop.engine.discard(sequence)
+            undo()
+
+        self.ref = loop.when_gone(self, gone)
 
     @property
     def done(self) -> bool:

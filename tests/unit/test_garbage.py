@@ -227,3 +227,27 @@ def test_what_goes_as_something_else_begins_does_not_end_that(llm: quire.LLM, wa
     assert len(session.tokens) > len(before) - (way == "rewind")
     assert session.sequence.generation is None and not llm.engine.scheduler.active
     llm.memory.audit()
+
+
+@pytest.mark.parametrize("on_session", [False, True])
+def test_what_was_chosen_for_who_is_gone_is_nobody_elses(llm: quire.LLM, on_session: bool) -> None:
+    """A step breaks off behind a token for a stream that nobody holds when the next one comes."""
+    session = llm.session().append(PROMPT)
+    wanted = llm.generate([5, 6, 7], **GO).token_ids
+
+    def broken() -> None:
+        raise MemoryError
+
+    stream = session.stream(**GO) if on_session else llm.stream(PROMPT, **GO)
+    next(stream)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm.engine, "_pay", broken)
+        with pytest.raises(MemoryError):
+            llm.loop.seat.turn(llm.loop)
+    assert [output.sequence for output in llm.engine._outputs] == [stream._job.sequence.id]
+    del stream
+    if on_session:
+        came, made = session.tokens, session.generate(**GO)
+        assert session.tokens == came + made.token_ids and len(made.token_ids) == GO["max_tokens"]
+    else:
+        assert llm.generate([5, 6, 7], **GO).token_ids == wanted
