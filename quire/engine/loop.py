@@ -253,12 +253,14 @@ class Loop:
             raise RequestError("this model is closed; load it again")
 
     def _deliver(self, outputs: list[StepOutput]) -> None:
+        received: list[Work] = []
         for output in outputs:
-            work = self._work.get(output.sequence)
-            if work:
+            if work := self._work.get(output.sequence):
                 work.receive(output)
-                if work.done:
-                    self.end(work)
-                else:
-                    for tell in work.told:
-                        tell()
+                received.append(work)
+        for work in received:  # everybody has theirs, whatever goes wrong from here on
+            if work.done:
+                self.end(work)
+            else:
+                for tell in work.told:
+                    tell()

@@ -20,7 +20,7 @@ from quire.engine.request import Request
 from quire.engine.sequence import LOST, PARKED, Mark
 from quire.engine.way_back import WayBack
 from quire.engine.work import Job
-from quire.errors import ClosedError
+from quire.errors import ClosedError, OutOfMemory
 from quire.server.errors import ApiError
 from quire.server.models import ServedModel
 
@@ -113,12 +113,13 @@ class ServedSession:
         """Marks the end of a prompt, where the next turn is sure to begin; on the loop.
 
         What was answered comes back as text and may be cut into other tokens, and a state cannot
-        go back by many.
+        go back by many. Without room for it, the next turn computes more.
         """
         session = self.session
         if before := session.marks.get(_TURN):
             session.drop(before)
-        session.checkpoint(_TURN)
+        with suppress(OutOfMemory):
+            session.checkpoint(_TURN)
 
     @property
     def marks(self) -> dict[str, Mark]:

@@ -374,6 +374,24 @@ def test_a_model_is_closed_while_its_own_thread_is_being_started(
     llm.close()
 
 
+def test_what_goes_wrong_with_one_answer_takes_nothing_from_another(
+    llm: quire.LLM, alone: list[list[int]]
+) -> None:
+    streams = [llm.stream(prompt(i), max_tokens=9, **GO) for i in (1, 2, 3)]
+
+    def tell() -> None:
+        streams[0]._job.told.clear()
+        raise ValueError("told")
+
+    streams[0]._job.told.append(tell)
+    with pytest.raises(ValueError, match="told"):
+        while True:
+            llm.loop.seat.turn(llm.loop)
+    for i, stream in enumerate(streams):
+        assert "".join(stream) == llm.decode(alone[i + 1][:9])
+        assert stream.completion.token_ids == alone[i + 1][:9]
+
+
 def test_a_child_process_is_told(llm: quire.LLM, alone: list[list[int]]) -> None:
     """A fork has none of the threads: it says so at once, and the parent goes on."""
     session = llm.session().append(prompt(1))
