@@ -282,26 +282,30 @@ def test_a_rewind_does_without_what_a_tier_cannot_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.host
-def test_a_way_back_that_cannot_be_gone_holds_nothing(path: Path) -> None:
-    """What an edited session was lies in a tier that cannot be read: nobody will ask for it."""
+def test_a_way_back_leads_to_a_tier_that_cannot_be_read_just_now(path: Path) -> None:
+    """What an edited session was stays there, and comes once it can be read."""
     with quire.load(path, n_ctx=400, threads=1) as llm, llm.session() as s:
         s.append(STORY[:60]).remove(5, 12)
         llm.forget()
+        before, tokens = s.logits(), s.tokens
         history, memory = llm.engine.history, llm.engine.memory
-        way_back = history.way_back(s.sequence, 10)
+        way_back = WayBack(history, s.sequence, 10)
         (name,) = memory.checkpoints.by_name
         history.truncate(s.sequence, 10)
         assert llm.engine.room.park_checkpoint(name)
         (disk,) = llm.engine.tiers.tiers
+        way_back.go()
+        assert s.tokens == tokens and not memory.checkpoints.by_name
+        with pytest.MonkeyPatch.context() as patch:
 
-        def load(*_: object) -> None:
-            raise TierError("injected")
+            def load(*_: object) -> None:
+                raise TierError("injected")
 
-        disk.load = load
-        with pytest.raises(TierError, match="injected"):
-            way_back.go()
-        assert not memory.checkpoints.by_name and disk.used == 0
+            patch.setattr(disk, "load", load)
+            with pytest.raises(TierError, match="could not be read"):
+                s.logits()
         llm.memory.audit()
+        assert np.array_equal(s.logits(), before) and disk.used == 0
 
 
 # -- taking tokens out ----------------------------------------------------------------------------
