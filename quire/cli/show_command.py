@@ -18,8 +18,8 @@ from quire.api.devices import device_of
 from quire.cli.flags import Command
 from quire.cli.human import decimal_text, size_text
 from quire.cli.options import size_options
+from quire.devices import cuda
 from quire.devices.budget import Budget
-from quire.devices.cuda import gpu_count
 from quire.errors import QuireError
 from quire.models.active import ActiveSize, truncated
 from quire.models.registry import architectures, open_weights
@@ -128,7 +128,7 @@ def _facts(file: WeightFile, settings: config.LoadConfig) -> dict[str, Any]:
     arch = file.get_str("general.architecture")
     host = Described("cpu", "cpu", 1)
     ops = device_of(host, settings, Budget(1)).ops  # nothing is taken of it
-    on_gpu = gpu_count() > 0  # packing and logs are others there
+    on_gpu = cuda.gpu_count() > 0  # packing and logs are others there
     formats: Counter[str] = Counter()
     parameters = 0
     for info in file.tensors.values():

@@ -430,6 +430,7 @@ def test_marks_keep_their_salts_in_files(path: Path, tmp_path: Path) -> None:
         assert cached("theirs") == 0 and cached("ours") > 60
 
 
+@pytest.mark.host
 def test_marks_keep_in_files_what_arithmetic_they_are_of(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

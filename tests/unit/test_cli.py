@@ -166,13 +166,14 @@ def test_show_tells_the_memory_that_is_held(name: str, tmp_path: Path) -> None:
     assert f": {facts['layers']} layers, " in run("show", str(folder)).stdout
 
 
+@pytest.mark.host
 def test_show_tells_what_a_gpu_would_hold_where_there_is_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its logs have what is derived of a token, too: no others are made there."""
     path = str(MODELS / "tiny-recurrent")
     told = [json.loads(run("show", path, "--json").stdout)]
-    monkeypatch.setattr("quire.cli.show_command.gpu_count", lambda: 1)
+    monkeypatch.setattr("quire.devices.cuda.gpu_count", lambda: 1)
     told.append(json.loads(run("show", path, "--json").stdout))
     host, gpu = (one["memory"]["recurrent"] for one in told)
     assert gpu["log_bytes"] > host["log_bytes"] and gpu["state_bytes"] == host["state_bytes"]

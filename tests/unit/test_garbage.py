@@ -229,6 +229,7 @@ def test_what_goes_as_something_else_begins_does_not_end_that(llm: quire.LLM, wa
     llm.memory.audit()
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("on_session", [False, True])
 def test_what_was_chosen_for_who_is_gone_is_nobody_elses(llm: quire.LLM, on_session: bool) -> None:
     """A step breaks off behind a token for a stream that nobody holds when the next one comes."""
