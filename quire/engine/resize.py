@@ -38,7 +38,8 @@ def resize(engine: Engine, limits: Mapping[Budget, int], settings: ContextSettin
     try:
         room = _room_of_one(engine, by_whole, settings)
     except BudgetError:  # before anybody gives anything up that would be missed
-        if not any([one.trim() for budget in by_whole for one in budget.lenders]):
+        others = [one for budget in by_whole for one in budget.lenders if one is not engine.room]
+        if not any([one.trim() for one in (engine.room, *others)]):
             raise
         room = _room_of_one(engine, by_whole, settings)
     _reclaim(by_whole)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import quire
-from quire.errors import FileError, QuireError, SessionFileError
+from quire.errors import BudgetError, FileError, QuireError, SessionFileError
 from quire.memory.groups.state_pools import StatePools
 from quire.models.layers import GatedNetwork
 from quire.models.loader import DOWN, EXPERTS, MIXER, OUTPUT, Kit, Part
@@ -409,3 +409,15 @@ def test_layers_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
     with quire.load(tmp_path / "m.gguf", n_gpu_layers=99, device="cpu", **ROOM) as llm:
         assert llm.plan.notes == ("n_gpu_layers: there is no GPU, so all layers are on the CPU",)
         assert llm.device.name == "cpu"
+
+
+def test_idle_arrays_of_any_device_are_in_nobodys_way(tmp_path: Path) -> None:
+    """Also where another one than that with the output gets less room."""
+    tiny.write(tmp_path / "m.gguf", tiny.Tiny(context=1024))
+    with quire.load(tmp_path / "m.gguf", device="cpu:1", n_gpu_layers=2, **ROOM) as llm:
+        llm.logits([7] * 500)
+        host = next(device for device in llm.devices if device is not llm.device)
+        held = host.budget.breakdown["compute"]
+        with pytest.raises(BudgetError, match="pass at least"):
+            llm.resize({host.name: host.budget.breakdown["weights"]})
+        assert host.budget.breakdown.get("compute", 0) < held
