@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Sequence as Seq
 from enum import IntEnum
 
 from quire.devices.budget import Budget
@@ -112,19 +113,26 @@ class Room:
 
     def lendable(self, budget: Budget) -> int:
         """Bytes of a budget that lending all there is would free, arrays not counted."""
-        stuck = [s.id for s in self._resting(None) if s.edited and not self._parks(s)]
         active = [s.id for s in self._active]
-        return self._memory.given_back_but([*active, *stuck, *self._marks()], budget)
+        edited = [s.id for s in self._resting(None) if s.edited]
+        return self._memory.given_back_but([*active, *self._stuck(edited), *self._marks()], budget)
 
     def own(self, budget: Budget) -> int:
         """Bytes of a budget that come back when everything here gives way that ever can."""
-        edited = [s.id for s in self._sequences.values() if s.edited]
-        everything = self._memory.given_back_but([], budget)
-        movable = everything - self._memory.given_back_but([*edited, *self._marks()], budget)
-        return everything - max(movable - self._tiers.limit, 0)
+        return self._memory.given_back_but(self._stuck(self._lasting()), budget)
 
-    def _parks(self, sequence: Sequence) -> bool:
-        return self._tiers.for_bytes(self._memory.park_bytes(sequence.id)) is not None
+    def _stuck(self, members: Seq[int | str]) -> Seq[int | str]:
+        """All of these, unless a tier can take all of them beside what has to stay there.
+
+        Some may fit where not all do; which of them is known only when they have gone.
+        """
+        memory, lasting = self._memory, self._lasting()
+        left = [one.limit - memory.bytes_in(one, lasting) for one in self._tiers.tiers]
+        return members if memory.bytes_here(members) > max(left, default=0) else []
+
+    def _lasting(self) -> list[int | str]:
+        """What cannot be computed again, and is never lost."""
+        return [*(s.id for s in self._sequences.values() if s.edited), *self._marks()]
 
     def _marks(self) -> list[str]:
         """Marks and pinned prefixes: nothing of them can be computed again."""
@@ -150,7 +158,9 @@ class Room:
         return lost or (stuck and self._lose_parked(whole))
 
     def _lose_parked(self, resting: list[Sequence]) -> bool:
-        """No tier has room for what could go there: one that does so already is lost."""
+        """No tier has room for what could go there: something is lost that is there already."""
+        if self._prefix.index.evict_parked():
+            return True
         return self._lose_one(s for s in resting if s.status is PARKED and not s.edited)
 
     def _resting(self, needy: Sequence | None) -> list[Sequence]:
@@ -202,7 +212,7 @@ class Room:
         others = [o for o in reversed(self._active) if o is not needy and o.computed]
         if any(self.preempt(other) for other in others):
             return True
-        return self._lose_one(o for o in others if o.status is PARKED and not o.edited)
+        return self._lose_parked(others)
 
     def _lose_one(self, candidates: Iterable[Sequence]) -> bool:
         lost = next(iter(candidates), None)

@@ -67,6 +67,17 @@ class Keeping(Books):
                 freed += pool.committed - pool.commitment.bytes_under(held)
         return freed
 
+    def bytes_here(self, members: Sequence[int | str]) -> int:
+        """Bytes of the pages that any of these sequences and checkpoints holds here."""
+        counts = self.leavers(members).counts
+        return sum(int((counts[p.name] > 0).sum()) * p.page_bytes for p in self.pools)
+
+    def bytes_in(self, tier: Tier, members: Sequence[int | str]) -> int:
+        """Bytes of these sequences and checkpoints that are in a tier."""
+        parts = [part for one in members for part in self._as_parked(one).parts]
+        stored = {away.stored for part in parts for away in part.away}
+        return sum(one.n_bytes for one in stored if one.tier is tier)
+
     def _held_here(self, one: int | str) -> list[tuple[PagePool, Int32, Int32]]:
         if isinstance(one, str):
             return self.held_by(self.checkpoints.get(one))

@@ -24,6 +24,11 @@ def kept(llm: quire.LLM) -> tuple[object, ...]:
     return found["prefix"]["entries"], pages, found["preemption"], found["tiers"]
 
 
+def least(error: BudgetError) -> int:
+    """What a refusal says would do."""
+    return int(str(error).rsplit(" ", 1)[1].replace(",", ""))
+
+
 class Resized(Oracle):
     """Every so many deeds, the budget becomes another."""
 
@@ -199,9 +204,43 @@ def test_a_refusal_costs_nobody_anything(tmp_path: Path) -> None:
         with pytest.raises(BudgetError, match="pass at least") as refused:
             llm.resize(weights + 10)
         assert (kept(llm), kept(other)) == before and llm.budget.limit == limit
-        least = int(str(refused.value).rsplit(" ", 1)[1].replace(",", ""))
+        enough = least(refused.value)
         with pytest.raises(BudgetError, match="pass at least"):
-            llm.resize(least - 1)
+            llm.resize(enough - 1)
         assert (kept(llm), kept(other)) == before
-        llm.resize(least)
-        assert llm.budget.whole.used <= least and kept(other) != before[1]
+        llm.resize(enough)
+        assert llm.budget.whole.used <= enough and kept(other) != before[1]
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("whose", ["its own", "another's"])
+@pytest.mark.parametrize("prefixes", [0, 3])
+@pytest.mark.parametrize("edited", [False, True])
+def test_a_tier_that_is_too_small_is_known_before(
+    whose: str, prefixes: int, edited: bool, tmp_path: Path
+) -> None:
+    """It takes one session or its mark, and not all three; prefixes give way to one in it."""
+    tiny.write(tmp_path / "m.gguf", tiny.Tiny())
+    tier = {"swap_space": "24KB", "threads": 1}
+    with (
+        quire.load(tmp_path / "m.gguf", **tier) as llm,
+        quire.load(tmp_path / "m.gguf", beside=llm, **tier) as other,
+        contextlib.ExitStack() as opened,
+    ):
+        holder = llm if whose == "its own" else other
+        holder.engine.room._seconds_per_token = lambda: 1e6
+        for i in range(1 if prefixes else 3):
+            session = opened.enter_context(holder.session()).append([7 + i] * 64)
+            _ = session.remove(4, 6) if edited else session.checkpoint()
+        for i in range(prefixes):
+            holder.generate([20 + i] * 64, max_tokens=1)
+        before = kept(llm), kept(other)
+        with pytest.raises(BudgetError, match="pass at least") as refused:
+            llm.resize(llm.model.weight_bytes)
+        enough = least(refused.value)
+        with pytest.raises(BudgetError, match="pass at least"):
+            llm.resize(enough - 1)
+        assert (kept(llm), kept(other)) == before
+        llm.resize(enough)
+        for one in (llm, other):
+            one.memory.audit()

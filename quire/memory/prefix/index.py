@@ -202,6 +202,10 @@ class PrefixIndex:
         """
         return self._kept.evict_one(self._cuts_back)
 
+    def evict_parked(self) -> bool:
+        """Drops the oldest entry in a tier, so that there is room in it; False when none is."""
+        return self._kept.evict_parked()
+
     def forget(self, salt: str | None = None) -> None:
         """Drops all entries, or those of one salt, pinned or not; running sequences stay."""
         self._kept.forget(None if salt is None else self._keys.root(salt))

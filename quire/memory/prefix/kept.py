@@ -118,14 +118,19 @@ class Kept:
             if any(len(pages) for _, pages, _ in held):
                 yield entry
 
+    def evict_parked(self) -> bool:
+        """Drops what was in a tier for longest; False when nothing is there."""
+        oldest = next(iter(self.parked), None)
+        if oldest is not None:
+            self._evict(oldest)
+        return oldest is not None
+
     def _moves_out(self, entry: Entry, cost: int, park: Park) -> bool:
         """Whether an entry goes to a tier; what was there for longest makes room for it once."""
         if park(entry.name, cost):
             return True
-        oldest = next(iter(self.parked), None)
-        if oldest is None:
+        if not self.evict_parked():
             return False
-        self._evict(oldest)
         return park(entry.name, cost)
 
     def forget(self, root: bytes | None) -> None:

@@ -248,11 +248,6 @@ class Tiers:
     def __init__(self, *tiers: Tier) -> None:
         self.tiers = tiers
 
-    @property
-    def limit(self) -> int:
-        """Bytes that all of them together could hold."""
-        return sum(tier.limit for tier in self.tiers)
-
     def for_bytes(self, n_bytes: int) -> Tier | None:
         """The tier that would take so many bytes."""
         return next((tier for tier in self.tiers if tier.has(n_bytes)), None)
