@@ -103,8 +103,12 @@ class Texts:
     def chat_prompt(
         self, messages: Messages, tools: Seq[Mapping[str, Any]] | None = None,
         tool_choice: str = "auto", template_options: Mapping[str, Any] | None = None,
+        up_to: str | None = None,
     ) -> ChatPrompt:  # fmt: skip
-        """A conversation as the model's own template writes it, and how to read the answer."""
+        """A conversation as the model's own template writes it, and how to read the answer.
+
+        Where the last message is to be gone on with, `up_to` is a mark at its end.
+        """
         if not isinstance(tool_choice, str):
             raise RequestError(
                 "tool_choice is 'auto', 'none', 'required' or the name of a tool, not "
@@ -114,6 +118,10 @@ class Texts:
         if tools is not None and tool_choice != "none":
             listed, known = self._shown(tools)
         text = self.chat_text(messages, listed, **template_options_of(template_options))
+        if up_to is not None:
+            text, found, _ = text.rpartition(up_to)
+            if not found:
+                raise RequestError("this model's template cannot go on with a message", "messages")
         constraint = None
         if known and tool_choice != "auto":
             many = tool_choice == "required"

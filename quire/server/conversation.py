@@ -62,11 +62,7 @@ def _continued(
     mark = f"\u2063{secrets.token_hex(8)}\u2063"
     last = {**ready[-1], "content": ready[-1]["content"] + mark}
     extra = {**extra, "add_generation_prompt": False}
-    prompt = llm.chat_prompt([*ready[:-1], last], tools, choice, extra)
-    before, found, _ = prompt.text.rpartition(mark)
-    if not found:
-        raise ApiError(400, "this model's template cannot go on with a message", param="messages")
-    return replace(prompt, text=before, tokens=llm.text_tokens(before))
+    return llm.chat_prompt([*ready[:-1], last], tools, choice, extra, up_to=mark)
 
 
 def _allowed(

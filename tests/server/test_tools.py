@@ -166,3 +166,5 @@ def test_a_form_is_that_of_the_answer_and_not_of_the_reasoning(rig: Rig) -> None
     at_once = rig.chat("hi", **body)
     assert at_once["choices"][0]["message"]["content"] in ("yes", "no")
     assert at_once["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+    begun = rig.post(CHAT, messages=turns("hi", "<think>\n"), **body)  # a message to go on with
+    assert begun["choices"][0]["message"]["reasoning_content"] == 5 * "d"
