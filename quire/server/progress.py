@@ -37,7 +37,7 @@ class Watched:
                 progress = {"total": total, "cache": cached, "processed": told, "time_ms": ms}
                 yield {"prompt_progress": progress, **self._so_far(cached, told - cached, ms)}
                 continue
-            if any(job.error for job in jobs):
+            if self._run.failure or any(job.error for job in jobs):
                 return
             if any(job.done or job.token_ids for job in jobs):
                 processed = total

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from itertools import pairwise
+from itertools import dropwhile, pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from quire.server.progress import Watched
 from tests.server.rig import Rig, turns
 
 openai = pytest.importorskip("openai")
@@ -301,7 +304,7 @@ def test_the_progress_of_a_prompt_and_the_speed_of_an_answer(rig: Rig, path: str
         asked = {"input": ASK * 20, "max_output_tokens": 4, "temperature": 0}
     more = {"return_progress": True, "timings_per_token": True}
     events = [one for one in rig.events(path, **asked, **more) if one != "[DONE]"]
-    events = [one for one in events if "timings" in one]
+    events = list(dropwhile(lambda one: "prompt_progress" not in one, events))
     told = [one["prompt_progress"] for one in events if "prompt_progress" in one]
     total = told[0]["total"]
     assert told[0]["processed"] == told[0]["cache"] and told[-1]["processed"] == total
@@ -314,3 +317,21 @@ def test_the_progress_of_a_prompt_and_the_speed_of_an_answer(rig: Rig, path: str
     assert said and all("timings" in one for one in said)
     plain = rig.events(path, **asked)
     assert not any("prompt_progress" in one for one in plain if one != "[DONE]")
+
+
+def test_the_progress_of_a_prompt_ends_with_its_run() -> None:
+    """Whoever is cut off, or whose engine fails, waits for no tokens."""
+    sequence = SimpleNamespace(cached=0, computed=0)
+    job = SimpleNamespace(
+        prompt_tokens=9, sequence=sequence, started=0.0, error=None, done=False, token_ids=[]
+    )
+    run: Any = SimpleNamespace(firsts=[job], failure=None)
+
+    async def told() -> int:
+        count = 0
+        async for _ in Watched(run, True, False).prompt():
+            count += 1
+            run.failure = ValueError()
+        return count
+
+    assert asyncio.run(asyncio.wait_for(told(), 5)) == 1
