@@ -237,6 +237,7 @@ class Server(uvicorn.Server):
         over = loop.call_later(self._settings.drain_s, self.state.cut_off)
         await super().shutdown(sockets)
         over.cancel()
+        self.state.cut_off()  # whoever is there yet, where it was told twice and did not wait
         await self.state.close()
 
     @contextmanager

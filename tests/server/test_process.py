@@ -137,6 +137,21 @@ def test_what_takes_too_long_is_cut_off_and_told_so(tmp_path: Path) -> None:
         assert "Traceback" not in server.process.stderr.read()  # type: ignore[union-attr]
 
 
+def test_told_twice_it_does_not_wait_and_says_so(tmp_path: Path) -> None:
+    with Process(tmp_path, "--drain", "60") as server:
+        body = {**LONG, "max_tokens": 2000, "n": 8}
+        with server.http.stream("POST", "/v1/completions", json=body) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            for _ in range(2):
+                server.process.send_signal(signal.SIGINT)
+                time.sleep(0.2)
+            *_, error, _, end, _ = lines
+        assert json.loads(error[6:])["error"]["code"] == "draining" and end == "data: [DONE]"
+        assert server.process.wait(20) == 0
+        assert "Traceback" not in server.process.stderr.read()  # type: ignore[union-attr]
+
+
 def test_killed_between_turns_the_next_goes_on_with_equal_bits(tmp_path: Path) -> None:
     """Within a second of being there again; a machine that is busy gets more than one try."""
     talk = ["Hello there"]
