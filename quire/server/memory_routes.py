@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.errors import OutOfMemory
-from quire.server.errors import ApiError
+from quire.server.errors import ApiError, worded
 from quire.server.models import ServedModel
 from quire.server.state import State
 from quire.server.wire import as_json, read_as
@@ -90,5 +90,6 @@ async def forget(request: Request) -> Response:
     for model in models:
         with model.kept():
             if model.loaded:  # one that is not has none
-                await model.call(partial(model.llm.forget, body.salt))
+                with worded({"cache_salt": "salt"}):
+                    await model.call(partial(model.llm.forget, body.salt))
     return as_json({"object": "memory.forgotten", "salt": body.salt})

@@ -380,6 +380,8 @@ def test_salts_are_short(rig: Rig) -> None:
     ):  # fmt: skip
         assert rig.refused(400, path, **body, **long)["param"] == "cache_salt"
     rig.complete("a", 1, cache_salt="x" * 1000)
+    error = rig.refused(400, "/v1/memory/forget", salt="x" * 2000)
+    assert error["param"] == "salt" and error["message"].startswith("salt has")
 
 
 def test_salts_share_nothing(tmp_path: Path) -> None:
