@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from ipaddress import ip_address
@@ -13,6 +14,7 @@ from quire.engine.drafter import Speculator
 from quire.errors import RequestError
 
 SaveSessions = Literal["turn", "drain", "never"]
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/A-Z\s]+")
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,12 @@ class ServeSettings:
         for name in ("max_running", "max_queue", "max_body"):
             if getattr(self, name) < (0 if name == "max_queue" else 1):
                 raise RequestError(f"--{name.replace('_', '-')} is too small")
+        for origin in self.origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise RequestError(
+                    "--allow-origin is as a browser sends it, such as https://chat.example, or *, "
+                    f"not {origin!r:.80}"
+                )
         if not all(key.strip() for key in self.api_keys):
             raise RequestError("--api-key is empty, and would let everybody in; give a key")
         if not (self.on_loopback or self.api_keys or self.no_api_key):

@@ -290,6 +290,14 @@ def test_binding_elsewhere_needs_a_key() -> None:
     assert not ServeSettings(host="127.0.0.1.evil.com", no_api_key=True).on_loopback
 
 
+def test_origins_are_as_browsers_send_them() -> None:
+    """Any other is that of no page, and would let none in without a word."""
+    for origin in ("https://chat.example/", "chat.example", "https://Chat.example", "https://", ""):
+        with pytest.raises(RequestError, match="--allow-origin"):
+            ServeSettings(origins=("*", origin))
+    ServeSettings(origins=("*", "null", "http://[::1]:3000", "https://chat.example:8443"))
+
+
 def test_browsers_elsewhere_are_not_answered(rig: Rig) -> None:
     for host in ("evil.com", "127.0.0.1.evil.com", "localhost.evil.com:80", ""):
         assert rig.http.get("/health", headers={"Host": host}).status_code == 403
