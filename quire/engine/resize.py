@@ -74,7 +74,8 @@ def _room_of_one(engine: Engine, limits: Mapping[Budget, int], settings: Context
     """
     running = max((one.length + 1 for one in engine.scheduler.active), default=1)
     left: dict[Device, int] = {}
-    for device, groups in engine.memory.specs_by_device.items():
+    for device in engine.runner.devices:
+        groups = engine.memory.specs_by_device.get(device, [])  # none where there are only weights
         budget = device.budget.whole
         limit = limits.get(budget, budget.limit)
         others = [one for one in budget.lenders if one is not engine.room]

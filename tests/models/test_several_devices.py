@@ -407,7 +407,7 @@ def test_the_faster_way_is_found_by_measuring() -> None:
 def test_layers_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
     tiny.write(tmp_path / "m.gguf", tiny.Tiny())
     with quire.load(tmp_path / "m.gguf", n_gpu_layers=99, device="cpu", **ROOM) as llm:
-        assert llm.plan.notes == ("n_gpu_layers: there is no GPU, so all layers are on the CPU",)
+        assert llm.plan.notes == ("n_gpu_layers: no GPU is used, so all layers are on the CPU",)
         assert llm.device.name == "cpu"
 
 
@@ -421,3 +421,14 @@ def test_idle_arrays_of_any_device_are_in_nobodys_way(tmp_path: Path) -> None:
         with pytest.raises(BudgetError, match="pass at least"):
             llm.resize({host.name: host.budget.breakdown["weights"]})
         assert host.budget.breakdown.get("compute", 0) < held
+
+
+def test_a_device_with_weights_alone_refuses_before_others_give_way(tmp_path: Path) -> None:
+    tiny.write(tmp_path / "m.gguf", tiny.Tiny())
+    with quire.load(tmp_path / "m.gguf", device="cpu:1", n_gpu_layers=1, **ROOM) as llm:
+        llm.generate([7] * 64, max_tokens=2, ignore_eos=True)
+        assert llm.device not in llm.engine.memory.devices
+        cached, weights = llm.engine.memory.cached_bytes, llm.device.budget.breakdown["weights"]
+        with pytest.raises(BudgetError, match="pass at least"):
+            llm.resize({llm.device.name: weights - 1})
+        assert llm.engine.memory.cached_bytes == cached > 0
