@@ -95,8 +95,9 @@ def moot(wanted: Wanted, devices: Sequence[Described]) -> list[str]:
         "override_tensor": wanted.overrides,
         "kv_offload=False": not wanted.kv_offload,
     }
-    told = f"there is {'no GPU' if host.kind != 'cuda' else 'one device'}, so all layers are on"
-    return [f"{name}: {told} {_called(host)}" for name, given in asked.items() if given]
+    why = "no GPU is used" if host.kind != "cuda" else "there is one device"
+    told = f"{why}, so all layers are on {_called(host)}"
+    return [f"{name}: {told}" for name, given in asked.items() if given]
 
 
 def _called(host: Described) -> str:

@@ -134,7 +134,7 @@ def test_a_plan_fits_a_terminal(path: str) -> None:
     bars = [line for line in lines if re.match(r"(cpu|cuda:\d) +\[", line)]
     assert len(bars) == 3 and len({line.index("]") for line in bars}) == 1
     noted = run("plan", path, "-ngl", "3", "--tensor-split", "1,2", "--memory-budget", "1MiB")
-    assert "note: -ngl: there is no GPU" in noted.stdout and "n_gpu" not in noted.stdout
+    assert "note: -ngl: no GPU is used" in noted.stdout and "n_gpu" not in noted.stdout
 
 
 @pytest.mark.parametrize(
