@@ -167,7 +167,7 @@ class Protocol(H11Protocol):
     def shutdown(self) -> None:
         """The server ends: what has not come by now is not waited for."""
         if self._body_begun and not self.cycle.response_started:
-            self.transport.write(_raw(503, "the server is about to end"))
+            self.transport.write(_raw(503, "the server is about to end", "draining"))
             self.transport.close()
         else:
             super().shutdown()
@@ -195,8 +195,8 @@ class Protocol(H11Protocol):
         self.loop.call_later(LINGER_S, self.transport.close)
 
 
-def _raw(status: int, message: str) -> bytes:
-    error = ApiError(status, message)
+def _raw(status: int, message: str, code: str | None = None) -> bytes:
+    error = ApiError(status, message, code=code)
     body = msgspec.json.encode(error.as_dict())
     headers = {
         "Content-Type": "application/json",
