@@ -92,9 +92,9 @@ async def _begun(request: Request, body: ChatBody) -> Turn:
     for old, new in (("functions", "tools"), ("function_call", "tool_choice")):
         if getattr(body, old):
             raise ApiError(400, f"{old} is not read any more: send it as {new}", param=old)
-    model = await asked_model(request, body)
     sampling = body.sampling(body.most_tokens, body.tops)
-    n, stops, constraint = body.choices, body.stops(), body.constraint()
+    n, stops, constraint, salt = body.choices, body.stops(), body.constraint(), body.salt
+    model = await asked_model(request, body)
 
     async def ask(llm: LLM, session: ServedSession | None) -> Ask:
         prompt: ChatPrompt = await in_thread(
@@ -103,7 +103,7 @@ async def _begun(request: Request, body: ChatBody) -> Turn:
         )  # fmt: skip
         return Ask(
             model, [prompt.tokens], sampling, n, (*stops, *prompt.stop), prompt.only(constraint),
-            body.constraint_in or "tools", body.salt, request.scope["quire.key"],
+            body.constraint_in or "tools", salt, request.scope["quire.key"],
             body.rank, session, prompt, whole=True,
         )  # fmt: skip
 

@@ -86,10 +86,10 @@ async def begin_completion(
 async def _begun(request: Request, body: CompletionBody, read: ReadPrompts) -> Turn:
     state: State = request.app.state.quire
     _check(body)
-    model = await asked_model(request, body)
     most = 1 if body.only_scores else 16 if body.max_tokens is None else body.max_tokens
     sampling = body.sampling(most, body.tops)
-    n, stops, constraint = body.choices, body.stops(), body.constraint()
+    n, stops, constraint, salt = body.choices, body.stops(), body.constraint(), body.salt
+    model = await asked_model(request, body)
 
     async def ask(llm: LLM, session: ServedSession | None) -> Ask:
         behind = session.session.position if session else 0
@@ -99,7 +99,7 @@ async def _begun(request: Request, body: CompletionBody, read: ReadPrompts) -> T
             raise ApiError(400, f"{many}; at most {MOST_PROMPTS} at a time", param="n")
         return Ask(
             model, prompts, sampling, n, stops, constraint, body.constraint_in,
-            body.salt, request.scope["quire.key"], body.rank, session,
+            salt, request.scope["quire.key"], body.rank, session,
             scores=body.scores, answers=not body.only_scores,
         )  # fmt: skip
 

@@ -190,6 +190,10 @@ def test_a_session_of_the_second_model_is_found_without_its_name(
         go_on(rig, "own")
     with serving(tmp_path, DENSE, HYBRID, save_sessions="turn") as rig:
         chat = {"messages": turns("Hello"), "session_id": "own", "max_tokens": 2}
+        for path, more in (("chat/completions", chat), ("completions", body)):
+            wrong = {**more, "logit_bias": None, "model": None, "temperature": -1}
+            assert rig.refused(400, f"/v1/{path}", **wrong)["param"] == "temperature"
+        assert not rig.state.models.loaded  # nothing is read for what is refused
         assert rig.post("/v1/chat/completions", **chat)["model"] == "tiny-hybrid"
         error = rig.refused(409, "/v1/chat/completions", model="tiny-dense", **chat)
         assert error["code"] == "session_model" and error["param"] == "session_id"
