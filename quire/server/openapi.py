@@ -87,7 +87,7 @@ def _operation(method: str, path: str, route: Route) -> dict[str, Any]:
         "responses": {
             "2XX": {"description": "It was done."},
             "4XX": {"description": "It was refused.", "content": error},
-            "503": {"description": "There is no room, or the server ends.", "content": error},
+            "503": {"description": "No room, a failing disk, or a server's end.", "content": error},
         },
     }
     wanted = [("id", "path")] if "{id}" in path else []
