@@ -11,7 +11,7 @@ import pytest
 
 import quire
 from quire.engine.sequence import LOST, PARKED
-from tests import session_kinds
+from tests import session_kinds, tiny
 
 GO: dict[str, Any] = {"ignore_eos": True}
 STORY = list(range(10, 100))
@@ -130,3 +130,18 @@ def test_what_came_from_a_file_stays_apart_from_what_is_shared(tmp_path: Path) -
                 file, memory.holdings(memory.tables(opened.sequence.id)), strict=True
             ):
                 assert not set(theirs.tolist()) & set(ours.tolist())
+
+
+@pytest.mark.host
+def test_prefixes_in_a_tier_give_way_to_marks(tmp_path: Path) -> None:
+    """What fits alone finishes, as long as there is room on disk for marks of others."""
+    tiny.write(tmp_path / "m.gguf", tiny.Tiny())
+    room: dict[str, Any] = {"kv_cache_tokens": 128, "n_ctx": 128, "swap_space": "24KB"}
+    with quire.load(tmp_path / "m.gguf", threads=1, **room) as llm, llm.session() as s:
+        llm.engine.room._seconds_per_token = lambda: 1e6
+        llm.generate([20] * 64, max_tokens=1)
+        wanted = s.append([7] * 64).logits()
+        s.checkpoint("mark")
+        assert len(llm.generate([9] * 100, max_tokens=8, **GO).token_ids) == 8
+        assert np.array_equal(s.rewind("mark").logits(), wanted)
+        llm.memory.audit()
