@@ -376,6 +376,7 @@ def test_notes_are_short(rig: Rig) -> None:
     error = rig.refused(400, "/v1/sessions", id="long", notes={"a": "x" * 70_000})
     assert error["param"] == "notes"
     assert rig.http.get("/v1/sessions/long").status_code == 404
+    rig.http.delete("/v1/sessions/short")
 
 
 @pytest.mark.parametrize("field", ["prompt", "notes", "cache_salt"])
