@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from time import perf_counter_ns
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quire.devices.budget import Budget
 from quire.errors import RequestError
@@ -58,19 +59,28 @@ class Keeping(Books):
 
     def given_back_but(self, stay: Sequence[int | str], budget: Budget) -> int:
         """Bytes of a budget that come back when only these sequences and checkpoints stay."""
-        counts, freed = self.leavers(stay).counts, 0
-        for pool, pages in self.reserved:
-            counts[pool.name][pages] += 1
+        held, freed = self._pages_of(stay, self.reserved), 0
         for pool in self.pools:
             if pool.budget.whole is budget.whole:
-                held = np.flatnonzero(counts[pool.name])
-                freed += pool.committed - pool.commitment.bytes_under(held)
+                freed += pool.committed - pool.commitment.bytes_under(held[pool.name])
         return freed
 
     def bytes_here(self, members: Sequence[int | str]) -> int:
         """Bytes of the pages that any of these sequences and checkpoints holds here."""
-        counts = self.leavers(members).counts
-        return sum(int((counts[p.name] > 0).sum()) * p.page_bytes for p in self.pools)
+        held = self._pages_of(members, ())
+        return sum(len(held[pool.name]) * pool.page_bytes for pool in self.pools)
+
+    def _pages_of(
+        self, members: Sequence[int | str], more: Iterable[tuple[PagePool, list[int]]]
+    ) -> dict[str, NDArray[np.intp]]:
+        """Each pool's pages that any of these holds here, ascending; pools may be vast."""
+        found = {pool.name: [np.zeros(0, np.intp)] for pool in self.pools}
+        for one in members:
+            for pool, pages, _ in self._held_here(one):
+                found[pool.name].append(pages.astype(np.intp))
+        for pool, some in more:
+            found[pool.name].append(np.array(some, np.intp))
+        return {name: np.unique(np.concatenate(each)) for name, each in found.items()}
 
     def bytes_in(self, tier: Tier, members: Sequence[int | str]) -> int:
         """Bytes of these sequences and checkpoints that are in a tier."""
