@@ -88,13 +88,16 @@ class Seat:
     # -- calls ----------------------------------------------------------------------------------
 
     def call(self, fn: Callable[[], T]) -> T:
-        """Does something between steps, here or, while somebody else drives, there."""
+        """Does something between steps, here or, where somebody else drives or waits to, there.
+
+        Whoever calls in a loop would else have the seat again before a sleeper has woken up.
+        """
         self.check_process()
         if self._mine:
             self._check_between_steps()
             return fn()
         with SignalsLater():
-            if self.take():
+            if all(waiter.left for waiter in self._waiters) and self.take():
                 try:
                     self.tidy()
                     return fn()
@@ -108,6 +111,8 @@ class Seat:
         with holder.lock:
             call = Call(fn, holder)
             self._calls.append(call)
+            if self._driver is None:
+                self._pass_on()
             while not call.finished():
                 with SignalsLater():
                     if self.take():  # whoever drove is gone
@@ -210,8 +215,8 @@ class Seat:
 
     def _pass_on(self) -> None:
         """Somebody who still waits may drive now."""
-        for waiter in self._waiters[:1]:
-            waiter.wake()
+        for one in self._waiters[:1] or list(self._calls):
+            one.wake()
         if self._guests:
             self._news.ring()
 

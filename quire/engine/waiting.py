@@ -92,6 +92,10 @@ class Call(Generic[T]):
         self.done = True
         self._bell.ring()
 
+    def wake(self) -> None:
+        """Nobody drives any more who would do it."""
+        self._bell.ring()
+
     def finished(self) -> bool:
         """Waits for a nap at most; whether it was done."""
         if not self.done:
