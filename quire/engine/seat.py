@@ -215,7 +215,8 @@ class Seat:
 
     def _pass_on(self) -> None:
         """Somebody who still waits may drive now."""
-        for one in self._waiters[:1] or list(self._calls):
+        sleepers: list[Waiter | Call[Any]] = [*self._waiters[:1]] or [*self._calls]
+        for one in sleepers:
             one.wake()
         if self._guests:
             self._news.ring()
