@@ -28,7 +28,10 @@ class Origins:
         if origin is None or origin.partition("://")[2] == headers.get("host"):
             return None
         if self._named.isdisjoint((origin, "*")):
-            raise ApiError(403, "requests from pages of other servers are not answered")
+            raise ApiError(
+                403, "pages of other servers are not answered; start this one with --allow-origin "
+                "and the page's origin where they are to be",
+            )  # fmt: skip
         return origin
 
     def asked_before(self, method: str, headers: Headers) -> Response | None:
