@@ -145,15 +145,7 @@ class Market(Street):
             wanted = self.truth.llm.generate(past.tokens, cache_salt=self.truth._salt(), **how)
         except QuireError:  # they may forbid all that a grammar allows
             return
-        way = self.rng.choice(self.ways)
-        if shadow:
-            done, made = self.tried(lambda: shadow.session.generate(speculate=way, **how))
-            self.came(shadow, past, wanted.token_ids, done)
-        else:
-            self.saw("", [*past.tokens, *wanted.token_ids])
-            done, made = self.tried(lambda: self.llm.generate(past.tokens, speculate=way, **how))
-        if done:
-            self.same(made, wanted)
+        self.answered(shadow, past, how, wanted)
 
     def pieces(self) -> None:
         """What streams say piece by piece, read in any order, is what is said as a whole."""

@@ -110,6 +110,15 @@ class Street(Crowd):
             "logprobs": self.rng.choice([None, 0, 3]), **self.rng.choice(CHANCES),
         }  # fmt: skip
         wanted = self.truth.llm.generate(past.tokens, cache_salt=self.truth._salt(), **how)
+        made = self.answered(shadow, past, how, wanted)
+        whole = made and made.finish_reason == "stop" and how["stop"] is None
+        if made and whole and isinstance(how["constraint"], quire.Json):
+            json.loads(made.text)
+
+    def answered(
+        self, shadow: Any, past: Past, how: dict[str, Any], wanted: quire.Completion
+    ) -> quire.Completion | None:
+        """The same as is wanted, drafted or not, in a session or not; None where it broke off."""
         way = self.rng.choice(self.ways)
         if shadow:
             done, made = self.tried(lambda: shadow.session.generate(speculate=way, **how))
@@ -117,11 +126,10 @@ class Street(Crowd):
         else:
             self.saw("", [*past.tokens, *wanted.token_ids])
             done, made = self.tried(lambda: self.llm.generate(past.tokens, speculate=way, **how))
-        if done:
-            self.same(made, wanted)
-            if isinstance(how["constraint"], quire.Json) and made.finish_reason == "stop":
-                with suppress(json.JSONDecodeError):  # a stop string is left out
-                    json.loads(made.text)
+        if not done:
+            return None
+        self.same(made, wanted)
+        return made
 
     def same(self, made: quire.Completion, wanted: quire.Completion) -> None:
         """All that an answer tells, apart from how it came about."""
