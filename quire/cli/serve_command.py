@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -60,12 +62,14 @@ def command(**options: Any) -> None:
     from quire.server.serving import serve
     from quire.server.settings import ServeSettings
 
-    for model in options["models"]:  # all of them, so that a wrong name is told now
-        fetched(model)
     load = load_settings(options)
     settings = ServeSettings(
         keep_alive_s=options.pop("keep_alive"), drain_s=options.pop("drain"),
         max_body=parse_bytes(options.pop("max_body")), load=load,
         speculate=served_drafts(options.pop("speculate")), **options,
     )  # fmt: skip
+    # The first process of a container that handles no SIGTERM would not hear it while it fetches.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    for model in settings.models:  # all of them, so that a wrong name is told now
+        fetched(model)
     serve(settings, lambda url: click.echo(f"serving at {url}", err=True))

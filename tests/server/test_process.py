@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.server.rig import DENSE, turns
 
@@ -25,7 +26,7 @@ LONG = {"prompt": "It was a dark night", "temperature": 0, "ignore_eos": True, "
 class Process:
     """`quire serve`, until it is told to end."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(self, folder: Path, *options: str, key: str = "") -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         command = [*RUN, "-m", DENSE, "--port", str(self.port), "--session-dir", str(folder)]
@@ -33,7 +34,9 @@ class Process:
             [*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env={**os.environ, "NO_PROXY": "127.0.0.1"},
         )  # fmt: skip
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=30)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        url = f"http://127.0.0.1:{self.port}"
+        self.http = httpx.Client(base_url=url, headers=headers, timeout=30)
         deadline = time.monotonic() + 30
         while True:
             try:
@@ -190,3 +193,39 @@ def test_what_cannot_be_is_said(tmp_path: Path) -> None:
     assert "no model" in said("-m", str(tmp_path / "none.gguf"), "--port", "0")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert "port" in said("-m", DENSE, "--port", str(taken.getsockname()[1]))
+
+
+def slow_index(folder: Path) -> dict[str, str]:
+    """Surroundings without a model, whose pip says that it runs and does not get done."""
+    (folder / "pip").mkdir()
+    (folder / "pip" / "__init__.py").touch()
+    runs = folder / "runs"
+    code = f"import os, time; open({str(runs)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    (folder / "pip" / "__main__.py").write_text(code)
+    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": path, "XDG_CACHE_HOME": str(folder / "cache")}
+
+
+def test_told_to_end_while_it_fetches_it_leaves_nothing_behind(tmp_path: Path) -> None:
+    surroundings = slow_index(tmp_path)
+    command = [*RUN, "-m", "smollm2", "--port", "0"]
+    with subprocess.Popen(command, env=surroundings, stderr=subprocess.PIPE, text=True) as server:
+        deadline = time.monotonic() + 30
+        while not (runs := tmp_path / "runs").exists() or not runs.read_text():
+            assert server.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(20) == 0
+        assert "Traceback" not in server.stderr.read()  # type: ignore[union-attr]
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(runs.read_text()), 0)
+    assert not list((tmp_path / "cache" / "quire").iterdir())
+
+
+def test_nothing_is_fetched_for_a_server_that_may_not_be(tmp_path: Path) -> None:
+    command = [*RUN, "-m", "smollm2", "--host", "0.0.0.0"]
+    surroundings = slow_index(tmp_path)
+    surroundings.pop("QUIRE_API_KEY", None)
+    ended = subprocess.run(command, env=surroundings, capture_output=True, text=True, timeout=30)
+    assert ended.returncode == 1 and "--api-key" in ended.stderr
+    assert not (tmp_path / "runs").exists()
