@@ -150,14 +150,10 @@ class LLM(Generating):
 
     def _room(self, away: Mapping[str, Device]) -> int:
         """How many tokens one sequence can have in what its devices have free."""
-
-        def free(device: Device) -> int:
-            return device.budget.free - device.budget.free % device.granularity
-
         by_device: dict[Device, list[GroupSpec | RecurrentSpec]] = {}
         for group in self.model.groups:
             by_device.setdefault(away.get(group.name, self.device), []).append(group)
-        return longest_on_each(by_device, free, self.settings)
+        return longest_on_each(by_device, lambda device: device.budget.free, self.settings)
 
     def _host_tiers(self, swap: int) -> list[Tier]:
         """Pages of one GPU can be parked in the host's memory; those of several go to disk."""

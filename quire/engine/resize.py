@@ -81,7 +81,8 @@ def _room_of_one(engine: Engine, limits: Mapping[Budget, int], settings: Context
         others = [one for one in budget.lenders if one is not engine.room]
         lent = sum(one.lendable(budget) for one in others)
         pages = sum(pool.committed for pool in engine.memory.pools if pool.device is device)
-        stays, takes = budget.used - lent - pages, sequence_bytes(groups, running, settings)
+        stays = budget.used - lent - pages
+        takes = sequence_bytes(groups, running, settings, device.granularity)
         least = stays + max(takes, pages - engine.room.own(budget))
         if limit < least:
             held = ", ".join(f"{use} {size:,}" for use, size in sorted(budget.breakdown.items()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -112,51 +113,63 @@ def longest_on_each(
     settings: MemorySettings,
 ) -> int:  # fmt: skip
     """How many tokens one sequence can have in what each device has free."""
-    return min(longest_sequence(some, free(device), settings) for device, some in groups.items())
+    return min(
+        longest_sequence(some, free(device), settings, device.granularity)
+        for device, some in groups.items()
+    )
 
 
 def longest_sequence(
-    groups: Sequence[GroupSpec | RecurrentSpec], n_bytes: int, settings: MemorySettings
-) -> int:
+    groups: Sequence[GroupSpec | RecurrentSpec], n_bytes: int, settings: MemorySettings,
+    granule: int,
+) -> int:  # fmt: skip
     """How many tokens one sequence can have in so many bytes; BudgetError if not even a page.
 
     Only full attention grows with them: a window and a state, with a second state to fold into,
     are there from the start.
     """
-    fixed, per_page = _sequence_sizes(groups, settings)
-    cap = settings.kv_cache_tokens
-    pages = (n_bytes - fixed) // per_page if per_page else int(n_bytes >= fixed) * _ENDLESS
+    pools, cap = _pools(groups, settings, granule), settings.kv_cache_tokens
+    per_page = sum(size for _, size in pools)
+    most = n_bytes // per_page if per_page else _ENDLESS
     if cap is not None and per_page:
-        pages = min(pages, -(-cap // settings.page_tokens))
+        most = min(most, -(-cap // settings.page_tokens))
+    pages = bisect_right(range(most + 1), n_bytes, key=lambda n: _taken(pools, n, granule)) - 1
     if pages < 1:
         raise BudgetError(
             f"{n_bytes:,} bytes are left for memory, and one sequence of the shortest kind takes "
-            f"{fixed + per_page:,}; raise memory_budget"
+            f"{_taken(pools, 1, granule):,}; raise memory_budget"
         )
     return pages * settings.page_tokens
 
 
 def sequence_bytes(
-    groups: Sequence[GroupSpec | RecurrentSpec], n_tokens: int, settings: MemorySettings
-) -> int:
+    groups: Sequence[GroupSpec | RecurrentSpec], n_tokens: int, settings: MemorySettings,
+    granule: int,
+) -> int:  # fmt: skip
     """The least bytes in which one sequence can have so many tokens."""
-    fixed, per_page = _sequence_sizes(groups, settings)
-    return fixed + per_page * max(-(-n_tokens // settings.page_tokens), 1)
+    pages = max(-(-n_tokens // settings.page_tokens), 1)
+    return _taken(_pools(groups, settings, granule), pages, granule)
 
 
-def _sequence_sizes(
-    groups: Sequence[GroupSpec | RecurrentSpec], settings: MemorySettings
-) -> tuple[int, int]:
-    """Bytes that a sequence takes from the start, and with each page of tokens."""
-    fixed = per_page = 0
+def _taken(pools: Sequence[tuple[int, int]], pages: int, granule: int) -> int:
+    """Bytes of a sequence with so many pages of tokens: each pool takes whole granules."""
+    return sum(-(-(fixed + size * pages) // granule) * granule for fixed, size in pools)
+
+
+def _pools(
+    groups: Sequence[GroupSpec | RecurrentSpec], settings: MemorySettings, granule: int
+) -> list[tuple[int, int]]:
+    """Bytes that a sequence takes of each pool from the start, and with each page of tokens."""
+    found = []
     for group in groups:
         if group.kind == "recurrent":
             layout = StateLayout(group)
-            fixed += 2 * layout.state_page_bytes + 2 * layout.log_page_bytes
+            for size in (layout.state_page_bytes, layout.log_page_bytes):
+                found.append((2 * size + min(size, granule), 0))  # which may lie apart
             continue
         kv = attention_layout(group, settings)
         if group.window is not None and not settings.swa_full:
-            fixed += (kv.pages_for(group.window) + 1) * kv.page_bytes
+            found.append(((kv.pages_for(group.window) + 1) * kv.page_bytes, 0))
         else:
-            per_page += kv.page_bytes
-    return fixed, per_page
+            found.append((0, kv.page_bytes))
+    return found

@@ -115,11 +115,12 @@ def test_what_a_sequence_takes(tmp_path: Path) -> None:
     assert state.bytes_per_token == 0
     assert state.bytes_per_sequence == recurrent.state_bytes + recurrent.log_bytes > 0
     for one, types in ((told, settings), (state, {})):
-        most = LoadConfig(**types)
+        most, granule = LoadConfig(**types), 4096
         least = one.bytes_per_sequence * 2 + one.bytes_per_token * most.page_tokens
-        assert longest_sequence(one.groups, least, most) >= most.page_tokens
+        least += 2 * 2 * granule  # of two pools, whose pages may lie apart
+        assert longest_sequence(one.groups, least, most, granule) >= most.page_tokens
         with pytest.raises(BudgetError):
-            longest_sequence(one.groups, one.bytes_per_sequence - 1, most)
+            longest_sequence(one.groups, one.bytes_per_sequence - 1, most, granule)
 
 
 @pytest.mark.parametrize(

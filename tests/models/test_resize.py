@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import quire
+from quire.devices import host
 from quire.errors import BudgetError, ContextError, RequestError
 from tests import session_kinds, tiny
 from tests.models.test_session_oracle import surroundings as surroundings  # a fixture
@@ -209,7 +210,29 @@ def test_a_refusal_costs_nobody_anything(tmp_path: Path) -> None:
             llm.resize(enough - 1)
         assert (kept(llm), kept(other)) == before
         llm.resize(enough)
-        assert llm.budget.whole.used <= enough and kept(other) != before[1]
+        assert llm.budget.whole.used <= enough
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("kind", session_kinds.KINDS)
+@pytest.mark.parametrize("granule", [4 << 10, 64 << 10, 1 << 20])
+def test_the_least_that_a_refusal_tells_is_enough(
+    granule: int, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where memory comes in large pieces too, as on a GPU: each pool takes whole ones."""
+    monkeypatch.setattr(host, "_GRANULE", granule)
+    monkeypatch.setattr(host.HostDevice, "granularity", granule)
+    with quire.load(session_kinds.write(kind, tmp_path), threads=1) as llm:
+        llm.generate([9] * 100, max_tokens=4, ignore_eos=True)
+        with pytest.raises(BudgetError, match="pass at least") as refused:
+            llm.resize(llm.model.weight_bytes + 10)
+        for more in (0, granule // 2, 3 * granule // 2):
+            llm.resize(least(refused.value) + more)
+            with llm.session() as s:  # up to the end of the context that there is room for now
+                s.append([9] * 4)
+                for _ in range(min(llm.n_ctx, 512) // 16 - 1):
+                    s.append([9] * 16)
+                assert len(s.generate(max_tokens=9, ignore_eos=True).token_ids) == 9
 
 
 @pytest.mark.host
