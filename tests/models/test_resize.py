@@ -177,12 +177,12 @@ def test_from_any_thread_while_streams_run(tmp_path: Path) -> None:
 
 def test_two_models_on_one_budget(tmp_path: Path) -> None:
     tiny.write(tmp_path / "m.gguf", tiny.Tiny())
-    with quire.load(tmp_path / "m.gguf", memory_budget="64MiB") as llm:
+    with quire.load(tmp_path / "m.gguf", memory_budget="256MiB") as llm:
         with quire.load(tmp_path / "m.gguf", beside=llm) as draft:
-            draft.resize("32MiB")
-            assert llm.budget.limit == draft.budget.limit == 32 * 2**20
-            llm.resize("48MiB")
-            assert llm.budget.limit == draft.budget.limit == 48 * 2**20
+            draft.resize("128MiB")
+            assert llm.budget.limit == draft.budget.limit == 128 * 2**20
+            llm.resize("192MiB")
+            assert llm.budget.limit == draft.budget.limit == 192 * 2**20
             made = llm.generate([5, 6, 7], max_tokens=8, speculate=draft, ignore_eos=True)
         assert made.token_ids == llm.generate([5, 6, 7], max_tokens=8, ignore_eos=True).token_ids
 
