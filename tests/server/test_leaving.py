@@ -333,7 +333,9 @@ def check_aborts(folder: Path, count: int) -> None:
         before = process_memory()
         asyncio.run(abort_all(rig.url, count - count // 5, seed=2))
         rig.idle()
-        assert process_memory() < before + (24 << 20)  # allocators differ by some; leaks by more
+        # Allocators differ by some, and a GPU's kernels come as they are needed; leaks take more.
+        some = 24 << 20 if rig.llm.device.name == "cpu" else 256 << 20
+        assert process_memory() < before + some
         until(lambda: not rig.state.sessions.by_id)
         assert not rig.state.runs and not rig.state.admission.waiting
         assert rig.complete("It was a dark night", 24)["choices"] == wanted
