@@ -12,8 +12,9 @@ namespace {
 constexpr int ROWS = 6;  // query rows that are computed together, at most
 
 // Keys and values lie in pieces too short for a processor to see where it goes on. So where they are read once,
-// values are fetched while their keys are multiplied, and the next keys while values are.
-inline void fetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+// values are fetched while their keys are multiplied, and the next keys while values are: into the second cache, since
+// the first can only wait for a few lines at a time.
+inline void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 // Scores of R queries with blocks [from, to) of a segment, N vectors of keys at a time. Their values, if given, are
 // fetched meanwhile.
