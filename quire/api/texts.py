@@ -62,7 +62,9 @@ class ChatPrompt:
     def only(self, constraint: Constraint | None) -> Constraint | None:
         """What the answer must fit: as the caller says, or a call."""
         if constraint is not None and self.constraint is not None:
-            raise RequestError("a call that must be made is a constraint; leave constraint out")
+            raise RequestError(
+                "a call must be made, and has a form of its own; leave constraint out", "constraint"
+            )
         if isinstance(constraint, (Json, Regex, Grammar)) and self.before:
             return Behind(self.before, constraint)
         return constraint or self.constraint
@@ -103,11 +105,12 @@ class Texts:
     def chat_prompt(
         self, messages: Messages, tools: Seq[Mapping[str, Any]] | None = None,
         tool_choice: str = "auto", template_options: Mapping[str, Any] | None = None,
-        up_to: str | None = None,
+        up_to: str | None = None, one_call: bool = False,
     ) -> ChatPrompt:  # fmt: skip
         """A conversation as the model's own template writes it, and how to read the answer.
 
-        Where the last message is to be gone on with, `up_to` is a mark at its end.
+        Where the last message is to be gone on with, `up_to` is a mark at its end. With `one_call`
+        an answer that has to call a tool ends behind its first call.
         """
         if not isinstance(tool_choice, str):
             raise RequestError(
@@ -124,9 +127,9 @@ class Texts:
                 raise RequestError("this model's template cannot go on with a message", "messages")
         constraint = None
         if known and tool_choice != "auto":
-            many = tool_choice == "required"
-            wanted = known if many else known.named(tool_choice)
-            thinking = style.thinking(text)
+            any_of_them = tool_choice == "required"
+            wanted = known if any_of_them else known.named(tool_choice)
+            thinking, many = style.thinking(text), any_of_them and not one_call
             constraint = call_grammar(style, wanted, self._control_token, thinking, many)
         elif tool_choice not in ("auto", "none"):
             raise RequestError(

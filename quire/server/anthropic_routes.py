@@ -11,16 +11,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.server import turn as turns
+from quire.server.anthropic_blocks import Blocks, add_to, event_of
 from quire.server.chat_routes import ChatBody, begin_chat, counted
 from quire.server.conversation import spoken
 from quire.server.dialect import new_id, stopped_by
 from quire.server.errors import ApiError
 from quire.server.turn import Turn
 from quire.server.wire import as_json, event, read_as
-from quire.text.answers import Answer
-from quire.types import ToolCall
 
-_SIGNED = {"thinking": {"signature": ""}}
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _WORDS = {"stop": "stop_sequences", "response_format": "output_config"}
@@ -74,7 +72,7 @@ class MessagesBody(msgspec.Struct, kw_only=True):
             temperature=self.temperature, top_p=self.top_p, top_k=self.top_k,
             stop=self.stop_sequences, stream=self.stream,
             tools=[_tool(tool) for tool in self.tools or []] or None,
-            tool_choice=named if kind == "tool" else _CHOICES[kind] if self.tools else None,
+            tool_choice=named if kind == "tool" else _CHOICES[kind],
             parallel_tool_calls=not choice.disable_parallel_tool_use,
             chat_template_kwargs=_thinking(self.thinking),
             response_format=(self.output_config or OutputConfig()).format or self.output_format,
@@ -176,7 +174,7 @@ async def messages(request: Request) -> Response:
     chat = body.as_chat()
 
     def answer(turn: Turn) -> _Answer:
-        return _Answer(turn, chat.parallel_tool_calls is False, body.stop_sequences)
+        return _Answer(turn, chat.one_call, body.stop_sequences)
 
     beginning = begin_chat(request, chat, _WORDS)
     if chat.streams:
@@ -205,36 +203,32 @@ class _Answer:
 
     async def whole(self) -> dict[str, Any]:
         """One object."""
-        said, finish = Answer(), "stop"
-        async for part in spoken(self._run, self._one_call):
-            said, finish = said + part.answer, part.finish_reason or finish
         content: list[dict[str, Any]] = []
-        if said.reasoning:
-            content.append({"type": "thinking", "thinking": said.reasoning, "signature": ""})
-        if said.text or not (said.reasoning or said.tool_calls):
-            content.append({"type": "text", "text": said.text})
-        for call in said.tool_calls:
-            content.append({**_call_block(call), "input": json.loads(call.arguments)})
+        finish = "stop"
+        async for part in spoken(self._run, self._one_call):
+            add_to(content, part.answer)
+            finish = part.finish_reason or finish
+        content = content or [{"type": "text", "text": ""}]
         return {**self._head, "content": content, **self._end(finish), "usage": self._usage()}
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events, each with its name."""
-        blocks = _Blocks()
+        blocks = Blocks()
         finish = "stop"
         try:
             start: dict[str, Any] = {
                 **self._head, "content": [], "stop_reason": None, "stop_sequence": None,
                 "usage": self._usage(),
             }  # fmt: skip
-            yield _event("message_start", message=start)
+            yield event_of("message_start", message=start)
             async for part in spoken(self._run, self._one_call):
                 finish = part.finish_reason or finish
                 for made in blocks.add(part.answer):
                     yield made
             for made in blocks.close():
                 yield made
-            yield _event("message_delta", delta=self._end(finish), usage=self._usage())
-            yield _event("message_stop")
+            yield event_of("message_delta", delta=self._end(finish), usage=self._usage())
+            yield event_of("message_stop")
         except Exception as error:
             yield _refused_event(self._state.told(error))
 
@@ -251,49 +245,3 @@ class _Answer:
             "input_tokens": job.prompt_tokens - cached, "output_tokens": len(job.token_ids),
             "cache_read_input_tokens": cached, "cache_creation_input_tokens": 0,
         }  # fmt: skip
-
-
-class _Blocks:
-    """The blocks of an answer as events: one is open at a time."""
-
-    def __init__(self) -> None:
-        self._kind = ""
-        self._number = -1
-
-    def add(self, answer: Answer) -> list[bytes]:
-        """What came."""
-        made: list[bytes] = []
-        for kind, text in (("thinking", answer.reasoning), ("text", answer.text)):
-            if text:
-                made += self._open(kind, {"type": kind, kind: "", **_SIGNED.get(kind, {})})
-                made.append(self._delta({"type": f"{kind}_delta", kind: text}))
-        for call in answer.tool_calls:
-            made += self.close()
-            made += self._open("tool_use", {**_call_block(call), "input": {}})
-            made.append(self._delta({"type": "input_json_delta", "partial_json": call.arguments}))
-        return made
-
-    def close(self) -> list[bytes]:
-        """Ends the block that is open."""
-        if not self._kind:
-            return []
-        self._kind = ""
-        return [_event("content_block_stop", index=self._number)]
-
-    def _open(self, kind: str, block: dict[str, Any]) -> list[bytes]:
-        if kind == self._kind:
-            return []
-        before = self.close()
-        self._kind, self._number = kind, self._number + 1
-        return [*before, _event("content_block_start", index=self._number, content_block=block)]
-
-    def _delta(self, delta: dict[str, Any]) -> bytes:
-        return _event("content_block_delta", index=self._number, delta=delta)
-
-
-def _call_block(call: ToolCall) -> dict[str, Any]:
-    return {"type": "tool_use", "id": call.id, "name": call.name}
-
-
-def _event(name: str, **fields: Any) -> bytes:
-    return event({"type": name, **fields}, name)

@@ -53,6 +53,11 @@ class ChatBody(Common, kw_only=True):
         return told | (self.chat_template_kwargs or {})
 
     @property
+    def one_call(self) -> bool:
+        """Whether an answer calls one tool at most."""
+        return self.parallel_tool_calls is False
+
+    @property
     def most_tokens(self) -> int | None:
         """The most tokens of an answer, under either name."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -100,9 +105,12 @@ async def _begun(request: Request, body: ChatBody) -> Turn:
         prompt: ChatPrompt = await in_thread(
             chat_prompt, llm, body.messages, body.tools, body.tool_choice,
             body.template_options, body.add_generation_prompt, body.continue_final_message,
+            body.one_call,
         )  # fmt: skip
+        with worded({"constraint": body.constraint_in or "constraint"}):
+            form = prompt.only(constraint)
         return Ask(
-            model, [prompt.tokens], sampling, n, (*stops, *prompt.stop), prompt.only(constraint),
+            model, [prompt.tokens], sampling, n, (*stops, *prompt.stop), form,
             body.constraint_in or "tools", salt, request.scope["quire.key"],
             body.rank, session, prompt, whole=True,
         )  # fmt: skip
@@ -136,7 +144,7 @@ class _Answer:
         self._run = turn.run
         self._llm = turn.run.llm
         self._body = body
-        self._one_call = body.parallel_tool_calls is False
+        self._one_call = body.one_call
         self._id = f"chatcmpl-{secrets.token_hex(12)}"
         self._model = turn.run.ask.model.name
         self._created = int(time.time())

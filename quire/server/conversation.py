@@ -22,6 +22,7 @@ def chat_prompt(
     llm: LLM, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None,
     tool_choice: str | dict[str, Any] | None = None, extra: dict[str, Any] | None = None,
     add_generation_prompt: bool | None = None, continue_final: bool | None = None,
+    one_call: bool = False,
 ) -> ChatPrompt:  # fmt: skip
     """A conversation up to where the model goes on, and how to read its answer.
 
@@ -44,25 +45,25 @@ def chat_prompt(
     choice = _choice(tool_choice)
     last = ready[-1]
     if last.get("role") == "assistant" and last.get("content") and continue_final is not False:
-        return _continued(llm, ready, tools or None, choice, extra)
+        return _continued(llm, ready, tools or None, choice, extra, one_call)
     if continue_final:  # nothing to go on with
         raise ApiError(
             400, "continue_final_message needs a last message of the assistant, with a content",
             param="continue_final_message",
         )  # fmt: skip
     extra["add_generation_prompt"] = add_generation_prompt is not False
-    return llm.chat_prompt(ready, tools or None, choice, extra)
+    return llm.chat_prompt(ready, tools or None, choice, extra, one_call=one_call)
 
 
 def _continued(
     llm: LLM, ready: list[dict[str, Any]], tools: list[dict[str, Any]] | None, choice: str,
-    extra: dict[str, Any],
+    extra: dict[str, Any], one_call: bool,
 ) -> ChatPrompt:  # fmt: skip
     """Up to the end of the last message; a mark shows where the template puts that."""
     mark = f"\u2063{secrets.token_hex(8)}\u2063"
     last = {**ready[-1], "content": ready[-1]["content"] + mark}
     extra = {**extra, "add_generation_prompt": False}
-    return llm.chat_prompt([*ready[:-1], last], tools, choice, extra, up_to=mark)
+    return llm.chat_prompt([*ready[:-1], last], tools, choice, extra, mark, one_call)
 
 
 def _allowed(

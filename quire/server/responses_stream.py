@@ -29,7 +29,7 @@ class ResponseWriter:
         self._state = turn.state
         self._run = turn.run
         self._head = {"id": new_id("resp_"), "object": "response", **head}
-        self._one_call = body.parallel_tool_calls is False
+        self._one_call = body.one_call
         self._watched = Watched(turn.run, body.return_progress, body.timings_per_token)
         self._output: list[dict[str, Any]] = []
         self._open: _Item | None = None

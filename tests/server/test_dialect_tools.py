@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from quire.server.anthropic_blocks import Blocks, add_to
+from quire.text.answers import Answer
+from quire.types import ToolCall
 from tests import tiny
 from tests.server.rig import Rig, serving, turns
 from tests.server.test_tools import GREET, SCHEMA, TEMPLATE
@@ -48,6 +51,36 @@ def test_anthropic(caller: Rig, streams: bool) -> None:
     result = {"type": "tool_result", "tool_use_id": call.id, "content": "done"}
     talk = [*ASK, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
     assert client.messages.create(**{**asked, "messages": talk}).usage.output_tokens > 0
+
+
+def test_blocks_of_anthropic_are_in_the_order_in_which_they_came() -> None:
+    """A second call that is cut off is text, behind the first, streamed or not."""
+    call = ToolCall("1", "greet", '{"mood": "good"}')
+    came = [
+        Answer(reasoning="I "), Answer(reasoning="see", text="Oh"), Answer(text=", well"),
+        Answer(tool_calls=(call,)), Answer(text="<tool_call>"), Answer(text="{"),
+    ]  # fmt: skip
+    content: list[dict[str, Any]] = []
+    blocks, events = Blocks(), b""
+    for part in came:
+        add_to(content, part)
+        events += b"".join(blocks.add(part))
+    assert content == [
+        {"type": "thinking", "thinking": "I see", "signature": ""},
+        {"type": "text", "text": "Oh, well"},
+        {"type": "tool_use", "id": "1", "name": "greet", "input": {"mood": "good"}},
+        {"type": "text", "text": "<tool_call>{"},
+    ]
+    lines = [line[6:] for line in events.decode().splitlines() if line.startswith("data: ")]
+    begun = [e["content_block"] for e in map(json.loads, lines) if "content_block" in e]
+    assert [one["type"] for one in begun] == [one["type"] for one in content]
+
+
+def test_anthropic_calls_nothing_without_tools(caller: Rig) -> None:
+    asked = {"model": "caller", "messages": ASK, "max_tokens": 5}
+    answer = caller.http.post("/v1/messages", json={**asked, "tool_choice": {"type": "any"}})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "tool_choice"
+    assert caller.post("/v1/messages", **asked, tool_choice={"type": "auto"})["content"]
 
 
 @pytest.mark.parametrize("streams", [False, True])

@@ -61,9 +61,13 @@ def test_named_call_is_made(rig: Rig) -> None:
 
 def test_required_call_is_one_of_them(rig: Rig) -> None:
     body = {"tools": [GREET, PART], "tool_choice": "required", "max_tokens": 300}
-    (choice,) = rig.chat("hi", parallel_tool_calls=False, **body)["choices"]
+    more = {"ignore_eos": True, "logit_bias": {"10": 100}}  # what comes between two calls
+    (choice,) = rig.chat("hi", parallel_tool_calls=False, **more, **body)["choices"]
     (call,) = choice["message"]["tool_calls"]
     checked(call, call["function"]["name"])
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+    (choice,) = rig.chat("hi", **more, **body)["choices"]
+    assert choice["finish_reason"] == "length" and len(choice["message"]["tool_calls"]) > 1
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
@@ -122,6 +126,21 @@ def test_answers_of_tools_reach_the_template(rig: Rig) -> None:
     ]
     prompt = rig.post("/apply-template", messages=messages, tools=[GREET])["prompt"]
     assert "assistant\ngood<|im_end|>" in prompt and "tool\ndone" in prompt
+
+
+@pytest.mark.parametrize(("path", "given", "field", "value"), [
+    (CHAT, "messages", "response_format", {"type": "json_object"}),
+    (CHAT, "messages", "structured_outputs", {"regex": "a"}),
+    ("/v1/responses", "input", "text", {"format": {"type": "json_object"}}),
+])  # fmt: skip
+def test_a_call_that_must_be_made_has_no_other_form(
+    rig: Rig, path: str, given: str, field: str, value: object
+) -> None:
+    flat = {"type": "function", **PART["function"]}  # type: ignore[dict-item]
+    tools = [PART if path == CHAT else flat]
+    body = {given: turns("hi"), "tools": tools, "tool_choice": "required", field: value}
+    error = rig.refused(400, path, **body)
+    assert error["param"] == field and f"leave {field} out" in error["message"]
 
 
 def test_reasoning_comes_apart(rig: Rig) -> None:
