@@ -101,7 +101,7 @@ def _with_object(call: Any) -> Any:
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
     try:
-        arguments = json.loads(function["arguments"])
+        arguments = json.loads(function["arguments"] or "{}")  # of a call without any
     except (ValueError, RecursionError):
         return call
     return {**call, "function": {**function, "arguments": arguments}}

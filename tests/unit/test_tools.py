@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import quire
+from quire.api.arguments import messages_of
 from quire.errors import RequestError
 from quire.types import Completion, Timings
 from tests import tiny
@@ -80,6 +81,15 @@ def test_an_answer_goes_back_as_a_message(llm: quire.LLM) -> None:
     assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"mood": "good"}
     # Templates take the arguments as an object.
     assert "assistant\ngood<|im_end|>" in llm.chat_text([*HI, message])
+
+
+@pytest.mark.parametrize(("given", "shown"), [
+    ('{"mood": "good"}', {"mood": "good"}), ("{}", {}), ("", {}), ("no JSON", "no JSON"),
+])  # fmt: skip
+def test_arguments_are_objects_for_templates(given: str, shown: object) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "greet", "arguments": given}}
+    (message,) = messages_of([{"role": "assistant", "content": "", "tool_calls": [call]}])
+    assert message["tool_calls"][0]["function"]["arguments"] == shown
 
 
 def test_what_cannot_be_is_refused(llm: quire.LLM, tmp_path: Path) -> None:
