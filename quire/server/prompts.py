@@ -20,7 +20,7 @@ def prompts_of(llm: LLM, given: Any, behind: int = 0, param: str = "prompt") -> 
 
 
 def _is_one(given: list[Any]) -> bool:
-    return any(isinstance(part, int) for part in given)
+    return any(type(part) is int for part in given)  # true and false are none
 
 
 def _prompt(llm: LLM, given: Any, behind: int, param: str) -> list[int]:
@@ -36,7 +36,7 @@ def _prompt(llm: LLM, given: Any, behind: int, param: str) -> list[int]:
             for part in parts:
                 if isinstance(part, str):
                     ids += llm.tokens_of(part, behind + len(ids))
-                elif isinstance(part, int):
+                elif type(part) is int:
                     ids += check_ids(llm, [part], param)
                 else:
                     raise ApiError(400, f"{param} is of texts and token ids", param=param)

@@ -35,6 +35,8 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
         ("/v1/sessions", "messages", turns("word " * 5000)), ("/v1/sessions", "ttl_s", 1e300),
         ("/detokenize", "tokens", [-1]), ("/detokenize", "tokens", None),
         ("/v1/embeddings", "input", "word " * 5000), ("/v1/embeddings", "input", ""),
+        ("/v1/embeddings", "input", [True]), ("/v1/embeddings", "input", [[False, 1]]),
+        ("/completion", "prompt", [True]), ("/completion", "prompt", ["a", 1, True]),
         (COMPLETE, "grammar", "root ::= ("), (COMPLETE, "json_schema", {"type": "no"}),
         (CHAT, "structured_outputs", {"regex": "("}), (COMPLETE, "suffix", "b"),
         (CHAT, "response_format", {"type": "json_schema", "schema": {"type": "no"}}),
