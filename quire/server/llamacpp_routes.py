@@ -14,7 +14,7 @@ from quire.server import turn as turns
 from quire.server.asking import in_thread
 from quire.server.completions_routes import CompletionBody, begin_completion
 from quire.server.dialect import stopped_by
-from quire.server.errors import ApiError
+from quire.server.errors import ApiError, about
 from quire.server.llamacpp_about import DEFAULTS, settings_of
 from quire.server.logprobs import with_ids
 from quire.server.progress import Watched
@@ -87,14 +87,22 @@ def _bias(llm: LLM, given: Any) -> dict[str, float]:
     made: dict[str, float] = {}
     try:
         for what, bias in given.items() if isinstance(given, dict) else given:
-            text = isinstance(what, str) and not what.isdecimal()
-            for token in llm.encode(what, add_special=False) if text else [int(what)]:
+            for token in _biased(llm, what):
                 made[str(token)] = -1000.0 if bias is False else float(bias)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ApiError(
             400, "logit_bias is a list of [id or text, number]", param="logit_bias"
         ) from None
     return made
+
+
+def _biased(llm: LLM, what: Any) -> list[int]:
+    """The tokens that a bias is for."""
+    if isinstance(what, str) and not what.isdecimal():
+        return llm.tokenizer.encode(what, add_special=False, max_tokens=llm.n_ctx)
+    if not isinstance(what, (int, str)) or isinstance(what, bool):
+        raise TypeError("neither a token id nor a text")
+    return [int(what)]
 
 
 class OtherFile(msgspec.Struct, kw_only=True):
@@ -136,11 +144,17 @@ async def infill(request: Request) -> Response:
 async def _completed(
     request: Request, body: LlamaBody, read: Callable[[LLM, int], list[list[int]]]
 ) -> Response:
+    if body.n_predict == 0 and body.session_id is not None:
+        raise ApiError(
+            400, "n_predict 0 makes nothing: POST /v1/sessions/{id}/append adds to a session",
+            param="n_predict",
+        )  # fmt: skip
     bias = None
     if body.logit_bias:
         models = request.app.state.quire.models
         async with models.using(await asked_model(request, body.as_completion(None))) as llm:
-            bias = await in_thread(_bias, llm, body.logit_bias)
+            with about("logit_bias"):
+                bias = await in_thread(_bias, llm, body.logit_bias)
     beginning = begin_completion(
         request, body.as_completion(bias), _WORDS, lambda llm, _, behind: read(llm, behind)
     )
