@@ -171,7 +171,7 @@ def _check_lengths(ask: Ask) -> None:
     engine = ask.model.llm.engine
     for prompt in ask.prompts if ask.session is None else ():
         engine.check_tokens(0, prompt)
-        if len(prompt) >= engine.n_ctx:
+        if ask.answers and len(prompt) >= engine.n_ctx:
             raise engine.too_long(len(prompt))
 
 

@@ -81,6 +81,15 @@ def test_a_prompt_is_scored_and_nothing_follows(rig: Rig) -> None:
     assert rig.pages() == 0
 
 
+def test_a_prompt_that_nothing_follows_may_fill_the_context(rig: Rig) -> None:
+    full, plus = [300] * rig.llm.n_ctx, [300] * (rig.llm.n_ctx + 1)
+    told = rig.complete(full, 0, logprobs=0, echo=True)["choices"][0]["logprobs"]
+    assert len(told["token_logprobs"]) == len(full)
+    assert rig.post("/completion", prompt=full, n_predict=0)["tokens_evaluated"] == len(full)
+    rig.refused(400, COMPLETE, prompt=plus, max_tokens=0, logprobs=0, echo=True)
+    rig.refused(400, COMPLETE, prompt=full, max_tokens=1, logprobs=0, echo=True)
+
+
 def test_what_follows_is_likely_as_harnesses_add_it_up(rig: Rig) -> None:
     """A context, a continuation, and one token more that is not looked at."""
     context, rest = rig.llm.encode("The old man"), rig.llm.encode(" went down", add_special=False)
