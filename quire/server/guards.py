@@ -30,7 +30,8 @@ class Guards:
         self._app = app
         self._settings = settings
         self._origins = Origins(settings.origins)
-        self._keys = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
+        sent = [form for key in settings.api_keys for form in _sent(key)]
+        self._keys = [hashlib.sha256(form).digest() for form in sent]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Lets a request through, or says why not."""
@@ -97,7 +98,7 @@ class Guards:
         scheme, _, rest = headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer":
             given = rest.strip()
-        digest = hashlib.sha256(given.encode(errors="replace")).digest()
+        digest = hashlib.sha256(given.encode("latin-1", "replace")).digest()
         matches = [hmac.compare_digest(digest, key) for key in self._keys]
         if self._keys and not any(matches):
             raise ApiError(
@@ -110,6 +111,14 @@ class Guards:
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length[:20]) > self._settings.max_body:
             raise too_large(self._settings.max_body)
+
+
+def _sent(key: str) -> set[bytes]:
+    """What clients send for a key: most of them UTF-8, browsers Latin-1."""
+    forms = {key.encode()}
+    with suppress(UnicodeEncodeError):
+        forms.add(key.encode("latin-1"))
+    return forms
 
 
 def too_large(most: int) -> ApiError:

@@ -316,6 +316,17 @@ def test_browsers_elsewhere_are_not_answered(rig: Rig) -> None:
     assert not any(name.startswith("access-control") for name in answer.headers)
 
 
+def test_keys_are_compared_as_they_are_sent(tmp_path: Path) -> None:
+    """Most programs send letters beyond ASCII as UTF-8, and browsers as Latin-1."""
+    with serving(tmp_path, api_keys=("clé", "ключ")) as rig:
+        for sent, status in (
+            ("clé".encode(), 200), ("clé".encode("latin-1"), 200), ("ключ".encode(), 200),
+            (b"cl?", 401), (b"????", 401), (b"cl\xff", 401),
+        ):  # fmt: skip
+            answer = rig.http.get("/v1/models", headers={b"Authorization": b"Bearer " + sent})
+            assert answer.status_code == status, sent
+
+
 @pytest.mark.parametrize("named", ["https://chat.example", "*"])
 def test_pages_that_were_named_may_ask(tmp_path: Path, named: str) -> None:
     page = {"Origin": "https://chat.example"}
