@@ -24,7 +24,7 @@ static inline void fetch(const uint8_t* w) {
 
 // Even and odd columns have sums of their own, so that two multiply-adds are under way per token.
 template <Tile F, int T>
-static void dense(const uint8_t* w, int64_t cols, const uint8_t* panel, float* out, int64_t ahead) {
+static void dense(const uint8_t* w, int64_t cols, const uint8_t* panel, float* out, int64_t stride, int64_t ahead) {
     const float* x = (const float*)panel;
     vf even[T], odd[T];
 #pragma GCC unroll 16
@@ -45,7 +45,7 @@ static void dense(const uint8_t* w, int64_t cols, const uint8_t* panel, float* o
         for (int t = 0; t < T; t++) even[t] = fma(a, set1(x[t]), even[t]);
     }
 #pragma GCC unroll 16
-    for (int t = 0; t < T; t++) store(out + t * LANES, add(even[t], odd[t]));
+    for (int t = 0; t < T; t++) store(out + t * stride, add(even[t], odd[t]));
 }
 
 template <Tile F>

@@ -20,8 +20,8 @@ namespace {
 // The largest token group in a panel of int8 or float32 activations.
 constexpr int largest(bool floats) { return floats ? FLOAT_TOKENS : INT8_TOKENS; }
 
-// One row block × one token group; out is [T][LANES]. What lies `ahead` of w is fetched on the way.
-using Kernel = void (*)(const uint8_t* w, int64_t cols, const uint8_t* x, float* out, int64_t ahead);
+// One row block × one token group; out has T rows of LANES. What lies `ahead` of w is fetched on the way.
+using Kernel = void (*)(const uint8_t* w, int64_t cols, const uint8_t* x, float* out, int64_t stride, int64_t ahead);
 
 template <Tile F, int T>
 inline void add_tile(const uint8_t* w, const uint8_t* x, vf d, vf dmin, vf (&acc)[T]) {
@@ -42,7 +42,7 @@ inline void add_tile(const uint8_t* w, const uint8_t* x, vf d, vf dmin, vf (&acc
 }
 
 template <Tile F, int T>
-void quantized(const uint8_t* w, int64_t cols, const uint8_t* x, float* out, int64_t ahead) {
+void quantized(const uint8_t* w, int64_t cols, const uint8_t* x, float* out, int64_t stride, int64_t ahead) {
     constexpr Scales scales = layout_of(F).scales;
     constexpr int64_t tile = (scale_bytes(scales) + 4 * layout_of(F).bits) * LANES;
     constexpr int64_t super = super_bytes(scales) * LANES;
@@ -64,7 +64,7 @@ void quantized(const uint8_t* w, int64_t cols, const uint8_t* x, float* out, int
         }
     }
 #pragma GCC unroll 16
-    for (int t = 0; t < T; t++) store(out + t * LANES, acc[t]);
+    for (int t = 0; t < T; t++) store(out + t * stride, acc[t]);
 }
 
 template <Tile F, int T>
@@ -121,10 +121,13 @@ void finish(const Product& p, int64_t block, int64_t token, int tokens, const fl
 void block_times_tokens(const Product& p, Tile tile, const uint8_t* w, int64_t ahead, int64_t block, int64_t token,
                         int64_t token_end) {
     alignas(64) float sums[TOKEN_STEP * LANES];
+    const int64_t row = block * LANES;
+    const bool finished = !p.bias && !p.add && !p.pairs && row + LANES <= p.part.rows;  // as they are
     while (token < token_end) {
         const int size = group_size(token_end - token, is_dense(tile));
-        kernel(tile, size)(w, p.part.cols, p.panel + token * p.token_bytes, sums, ahead);
-        finish(p, block, token, size, sums);
+        float* out = finished ? p.out + token * p.out_stride + row : sums;
+        kernel(tile, size)(w, p.part.cols, p.panel + token * p.token_bytes, out, finished ? p.out_stride : LANES, ahead);
+        if (!finished) finish(p, block, token, size, sums);
         token += size;
         ahead = 0;
     }
