@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from quire.errors import RequestError
-from quire.server import serving as serving_module
+from quire.server import protocol
 from quire.server.app import routes
 from quire.server.page_routes import is_file
 from quire.server.settings import ServeSettings
@@ -476,14 +476,27 @@ def test_a_sequence_that_cannot_fit_fails_alone(tmp_path: Path) -> None:
         assert rig.pages() == 0
 
 
+@pytest.mark.parametrize(
+    "target, status",
+    [
+        ("http://localhost/health", 200), ("HTTP://localhost:80/health?x=1", 200),
+        ("https://localhost/v1/models/none", 404), ("http://localhost", 200),
+        ("http://localhost?x=1", 200), ("http:///health", 200), ("ftp://localhost/health", 404),
+    ],
+)  # fmt: skip
+def test_whole_addresses_are_taken_for_their_path(rig: Rig, target: str, status: int) -> None:
+    asked = f"GET {target} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    assert raw(rig, asked.encode()).startswith(f"HTTP/1.1 {status} ".encode())
+
+
 # -- slow senders -------------------------------------------------------------------------------
 
 
 def test_slow_senders_are_thrown_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hundred that send a byte now and then, a hundred that send nothing: one is served."""
-    assert serving_module.HEAD_S + serving_module.BODY_S <= 75
-    monkeypatch.setattr(serving_module, "HEAD_S", 1.0)
-    monkeypatch.setattr(serving_module, "BODY_S", 1.5)
+    assert protocol.HEAD_S + protocol.BODY_S <= 75
+    monkeypatch.setattr(protocol, "HEAD_S", 1.0)
+    monkeypatch.setattr(protocol, "BODY_S", 1.5)
     with serving(tmp_path) as rig:
         idle = [socket.create_connection(("127.0.0.1", rig.port)) for _ in range(100)]
         slow = [socket.create_connection(("127.0.0.1", rig.port)) for _ in range(100)]

@@ -20,8 +20,7 @@ import httpx
 import pytest
 
 from quire.config import process_memory
-from quire.server import follow
-from quire.server import serving as serving_module
+from quire.server import follow, protocol
 from quire.server.session import ServedSession
 from quire.server.wire import Disconnected, while_connected
 from tests.server.rig import Rig, serving, serving_slowly
@@ -76,14 +75,14 @@ def test_a_client_that_leaves_is_noticed(slow: Rig, state: str, stream: bool) ->
 def test_who_does_not_read_keeps_nobody_else_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = serving_module.Protocol.connection_made
+    made = protocol.Protocol.connection_made
 
     def little_room(self: Any, transport: Any) -> None:
         listening = transport.get_extra_info("socket")
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 32768)
         made(self, transport)
 
-    monkeypatch.setattr(serving_module.Protocol, "connection_made", little_room)
+    monkeypatch.setattr(protocol.Protocol, "connection_made", little_room)
     with serving(tmp_path, max_running=1) as rig:
         rig.post("/v1/sessions", id="mine", prompt="It was")
         body = {"session_id": "mine", "prompt": " a", "max_tokens": 200, "logprobs": 100}
