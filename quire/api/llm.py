@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from quire import config
 from quire.api.arguments import check_salt, path_of
 from quire.api.devices import host_tier
+from quire.api.ending import ModelEnding
 from quire.api.generating import Generating
 from quire.api.opening import opened, session_file
 from quire.api.placing import place_model
@@ -95,23 +96,25 @@ class LLM(Generating):
             self.budget, self.ops = self.device.budget, self.device.ops
             away = self._placed.elsewhere(self.model.kernels)
             room = self._room(away)  # before pages are taken of it
-            self.n_ctx = settings.n_ctx or min(self._placed.n_ctx, room)
+            n_ctx = settings.n_ctx or min(self._placed.n_ctx, room)
             kernels = self.model.kernels
             memory = build_memory(
                 self.model.groups,
                 self.device,
                 settings,
                 kernels,
-                self.n_ctx,
+                n_ctx,
                 away,
                 settings.n_parallel,
             )
             failed.callback(memory.close)
-            self.engine = self._engine(memory, away)
+            self.engine = self._engine(memory, away, n_ctx)
             failed.pop_all()
         self.writers = Writers()
         """Of files of sessions."""
         self.loop = Loop(self.engine, beside.loop.seat if beside else None)
+        self._end = ModelEnding(self.loop, settings, self._weights, self._streams)
+        self._ref = self.loop.when_gone(self, self._end)
         self.load_s = time.perf_counter() - started
 
     def _stream(self, opened: ExitStack) -> Streaming | None:
@@ -132,6 +135,11 @@ class LLM(Generating):
         streaming = self._placed.stream(self.model, room.close)
         self._streams.callback(streaming.close)
         return streaming
+
+    @property
+    def n_ctx(self) -> int:
+        """Tokens of the longest context."""
+        return self.engine.n_ctx
 
     @property
     def plan(self) -> Plan:
@@ -159,7 +167,7 @@ class LLM(Generating):
         """Pages of one GPU can be parked in the host's memory; those of several go to disk."""
         return host_tier(self.device, swap) if len(self.devices) == 1 else []
 
-    def _engine(self, memory: Memory, away: Mapping[str, Device]) -> Engine:
+    def _engine(self, memory: Memory, away: Mapping[str, Device], n_ctx: int) -> Engine:
         size, tokenizer = self.settings.page_tokens, self.tokenizer
         index = PrefixIndex(memory, size, str(self.path), min_tokens=_WORTH_SHARING)
         prefix = PrefixCache(index, self.budget)
@@ -167,7 +175,7 @@ class LLM(Generating):
         swap = self.settings.swap_bytes()
         tiers = Tiers(*self._host_tiers(swap), DiskTier(config.cache_folder(), swap))
         constrainer = Constrainer(tokenizer)
-        return Engine(runner, memory, prefix, tiers, self.n_ctx, constrainer, tokenizer.eog_ids)
+        return Engine(runner, memory, prefix, tiers, n_ctx, constrainer, tokenizer.eog_ids)
 
     def logits(self, ids: Seq[int]) -> NDArray[np.float32]:
         """Logits after each of these tokens, [len(ids), n_vocab], in one pass."""
@@ -216,11 +224,7 @@ class LLM(Generating):
         if wrong := sorted(set(asked) - set(known)):
             raise RequestError(f"there is no device {wrong[0]!r}; there are {', '.join(known)}")
         limits = {known[name]: config.parse_bytes(size, "budget") for name, size in asked.items()}
-        self.loop.call(partial(self._resize, limits))
-
-    def _resize(self, limits: Mapping[Budget, int]) -> None:
-        resize(self.engine, limits, self.settings)
-        self.n_ctx = self.engine.n_ctx
+        self.loop.call(partial(resize, self.engine, limits, self.settings))
 
     def forget(self, salt: str | None = None) -> None:
         """Drops cached prefixes: all of them, or those of one salt."""
@@ -234,16 +238,8 @@ class LLM(Generating):
         there is nothing to give back.
         """
         if not self.loop.seat.forked:
-            self.loop.close_with(self._close)
+            self.loop.close_with(self._end)
             self.loop.seat.dismiss()
-
-    def _close(self) -> None:
-        if not self.engine.closed:
-            self.loop.close()
-            self._streams.close()
-            self.engine.runner.close()
-            for device, size in self._weights.items():
-                device.budget.release(size, "weights")
 
     def __repr__(self) -> str:
         state = "closed" if self.engine.closed else f"context {self.n_ctx:,}, {self.ops.name}"

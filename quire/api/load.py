@@ -89,6 +89,8 @@ def load(
         raise RequestError(f"progress takes a function of two numbers, not {progress!r:.80}")
     if beside and memory_budget is not None:
         raise RequestError("beside takes another model's budget; leave memory_budget out")
+    if beside:
+        beside.loop.seat.check_process()
     chosen = config.LoadConfig(
         n_ctx=n_ctx, threads=threads, device=device, n_gpu_layers=n_gpu_layers,
         n_cpu_moe=n_cpu_moe, tensor_split=tensor_split, main_gpu=main_gpu,

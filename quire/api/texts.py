@@ -82,13 +82,15 @@ class ChatPrompt:
 class Texts:
     """A model's tokenizer and chat template; they touch no memory, and any thread may use them."""
 
-    n_ctx: int
-    """Tokens of the longest context: a prompt that cannot fit is refused before it is cut up."""
-
     def __init__(self, tokenizer: Tokenizer, path: Path) -> None:
         self.tokenizer = tokenizer
         self.path = path
         self._rendering = Lock()
+
+    @property
+    def n_ctx(self) -> int:
+        """Tokens of the longest context: what cannot fit is refused before it is cut up."""
+        raise NotImplementedError
 
     def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
         """Token ids of a text."""

@@ -39,6 +39,8 @@ class Budget:
         self._savers: list[Callable[[], None]] = []
         self.lenders: list[Lender] = []
         """Those who share it."""
+        self.followers: list[Callable[[], None]] = []
+        """What is done when the limit has become another, for each who shares it."""
         self.passing = 0
         """How many hold some of it for a moment only, because a file is read or written: whoever
         is short of it waits for them."""

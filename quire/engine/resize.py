@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Protocol
 
 from quire.devices.budget import Budget
@@ -53,6 +54,22 @@ def resize(engine: Engine, limits: Mapping[Budget, int], settings: ContextSettin
         for budget, limit in before.items():
             budget.resize(max(limit, budget.used))
         raise
+    _fit(engine, room, settings)
+    for budget in by_whole:
+        for follow in budget.followers:  # others have their share of it
+            follow()
+
+
+def refit(engine: Engine, settings: ContextSettings) -> None:
+    """Takes a budget for what somebody has made of it: pools and context are what it can pay for.
+
+    Where there is no room for a page, the context stays: requests will tell what they lack.
+    """
+    with suppress(BudgetError):
+        _fit(engine, _room_of_one(engine, {}, settings), settings)
+
+
+def _fit(engine: Engine, room: int, settings: ContextSettings) -> None:
     engine.memory.grow()
     if settings.n_ctx is None:
         engine.n_ctx = min(engine.runner.model.n_ctx_train, room)

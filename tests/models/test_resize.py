@@ -187,6 +187,33 @@ def test_two_models_on_one_budget(tmp_path: Path) -> None:
         assert made.token_ids == llm.generate([5, 6, 7], max_tokens=8, ignore_eos=True).token_ids
 
 
+def test_whoever_shares_a_budget_follows_it(tmp_path: Path) -> None:
+    """Contexts that nobody fixed, and pools, whichever of the models was told."""
+    tiny.write(tmp_path / "m.gguf", tiny.Tiny(context=2048))
+    with quire.load(tmp_path / "m.gguf") as roomy:
+        weights = roomy.model.weight_bytes
+        page = 16 * roomy.memory.stats["attention"]["bytes_per_token"]
+    small = 3 * weights + 20 * page + (1 << 16)
+    with (
+        quire.load(tmp_path / "m.gguf", threads=1, memory_budget=small) as llm,
+        quire.load(tmp_path / "m.gguf", threads=1, beside=llm, n_ctx=64) as fixed,
+        quire.load(tmp_path / "m.gguf", threads=1, beside=llm) as other,
+    ):
+        assert other.n_ctx < 2048
+        llm.resize("64MiB")
+        assert other.n_ctx == llm.n_ctx == 2048 and fixed.n_ctx == 64
+        assert len(other.generate([5] * 2000, max_tokens=9, ignore_eos=True).token_ids) == 9
+        other.forget()
+        llm.resize(small)
+        assert other.n_ctx < 2048 > llm.n_ctx
+        with pytest.raises(ContextError):
+            other.generate([5] * 2000, max_tokens=9)
+        other.resize("64MiB")
+        assert other.n_ctx == llm.n_ctx == 2048
+        other.close()
+        llm.resize("32MiB")
+
+
 def test_a_refusal_costs_nobody_anything(tmp_path: Path) -> None:
     """It is decided before anything gives way, here or in another model on the same budget."""
     tiny.write(tmp_path / "m.gguf", tiny.Tiny())

@@ -102,3 +102,22 @@ def test_a_closed_draft_model_has_nothing_to_give(always, path) -> None:
         draft.close()
         assert llm.engine.drafting.give_way() is False
         assert len(list(pieces)) > 0
+
+
+def test_a_model_that_nobody_holds_gives_its_share_back(path: Path) -> None:
+    """One that drafted, one whose session and stream outlive it for a while."""
+    with quire.load(path, memory_budget="64MiB") as llm:
+        llm.generate([5, 6, 7], max_tokens=4)
+        for _ in range(3):
+            draft = quire.load(path, beside=llm)
+            llm.generate([5, 6] * 9, max_tokens=20, speculate=draft, ignore_eos=True)
+            session = draft.session().append([5, 6, 7])
+            stream = session.stream(max_tokens=9, ignore_eos=True)
+            next(stream)
+            del draft, session
+            gc.collect()
+            assert "".join(stream) and stream.completion.finish_reason == "length"
+            del stream
+            gc.collect()
+            assert not [use for use in llm.memory.breakdown if ":" in use]
+        llm.memory.audit()

@@ -404,6 +404,7 @@ def test_a_child_process_is_told(llm: quire.LLM, alone: list[list[int]]) -> None
         uses = [
             lambda: llm.generate([1]), lambda: session.append([1]), lambda: list(stream),
             llm.session, lambda: llm.memory.as_dict(), lambda: llm.logits([1]),
+            lambda: quire.load(llm.path, beside=llm),
         ]  # fmt: skip
         for use in uses:
             try:
@@ -422,7 +423,7 @@ def test_a_child_process_is_told(llm: quire.LLM, alone: list[list[int]]) -> None
     while os.waitpid(child, os.WNOHANG) == (0, 0):
         assert time.monotonic() < end, "the child hangs"
         time.sleep(0.01)
-    assert os.read(told, 100) == b"yyyyyy"
+    assert os.read(told, 100) == b"yyyyyyy"
     os.close(told)
     assert "".join(stream) and stream.completion.token_ids == alone[2][:9]
     assert session.generate(max_tokens=5, **GO).token_ids == alone[1][:5]
