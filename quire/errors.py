@@ -117,6 +117,10 @@ class DoesNotFit(BudgetError):
         self.nearest = nearest
         self.advice = advice
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As it goes to another process: without the plan, which is of devices of this one."""
+        return type(self), (*self.args, None, self.advice)
+
 
 class PagesError(OutOfMemory):
     """No page is free."""

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -118,6 +119,18 @@ def template_options_of(options: object) -> dict[str, Any]:
     return dict(options)
 
 
+def copied_notes(notes: object) -> dict[str, Any]:
+    """A session's notes for another session."""
+    if not isinstance(notes, Mapping):
+        raise RequestError(f"a session's notes are values by their names, not {notes!r:.80}")
+    try:
+        return deepcopy(dict(notes))
+    except RecursionError:
+        raise RequestError("the notes are nested too deeply to be copied") from None
+    except TypeError as error:
+        raise RequestError(f"a session's notes must be plain JSON: {error}") from error
+
+
 def path_of(path: str | os.PathLike[str]) -> Path:
     """The path of a session file."""
     try:
@@ -151,5 +164,7 @@ def check_pin(pin: object, ttl_s: object) -> None:
     """Refuses a pin that is neither on nor off, and a time that is none."""
     if not isinstance(pin, bool):
         raise RequestError(f"pin is True or False, not {pin!r:.80}")
-    if ttl_s is not None and (not isinstance(ttl_s, (int, float)) or isinstance(ttl_s, bool)):
+    whole = whole_number(ttl_s) or 0
+    number = isinstance(ttl_s, (int, float)) and not isinstance(ttl_s, bool)
+    if ttl_s is not None and not (number and abs(whole) < 2**63):
         raise RequestError(f"ttl_s is a number of seconds, not {ttl_s!r:.80}")

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from quire import config
 from quire.api.arguments import check_salt, path_of
+from quire.api.copies import Uncopied
 from quire.api.devices import host_tier
 from quire.api.ending import ModelEnding
 from quire.api.generating import Generating
@@ -54,11 +55,13 @@ _WORTH_SHARING = 4
 """Fewer tokens are sooner computed than the page they lie in is copied."""
 
 
-class LLM(Generating):
+class LLM(Uncopied, Generating):
     """A loaded model. Made by `quire.load`; a context manager that gives everything back.
 
     Any number of threads and event loops may use it: their requests are computed in one batch.
     """
+
+    instead = "pass it on as it is; another process loads its own, with quire.load"
 
     def __init__(
         self, path: Path, settings: config.LoadConfig, budget: Budget | None = None,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from quire.api.copies import Uncopied
 from quire.config import process_memory
 from quire.devices.device import Device
 from quire.engine.loop import Loop
@@ -16,8 +17,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-class MemoryReport:
+class MemoryReport(Uncopied):
     """A look at memory as it is at that moment; prints as tables."""
+
+    instead = "it looks at a loaded model; pass on its as_dict()"
 
     def __init__(self, loop: Loop, devices: Sequence[Device]) -> None:
         self._loop = loop

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from copy import deepcopy
 from functools import partial
 from html import escape
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
@@ -13,7 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.api.appending import Appended
-from quire.api.arguments import Stop, check_pin, check_span, constraint_of, path_of, sampling_of
+from quire.api.arguments import (
+    Stop,
+    check_pin,
+    check_span,
+    constraint_of,
+    copied_notes,
+    path_of,
+    sampling_of,
+)
+from quire.api.copies import Uncopied
 from quire.api.ending import Ending
 from quire.api.stream import AsyncStream, Stream, end_soon, off_the_loop
 from quire.engine.endings import Holder, Readers
@@ -31,12 +39,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Session(Appended):
+class Session(Uncopied, Appended):
     """A context that lives until it is closed; also a context manager.
 
     Any thread may use it. What several do at once happens one after the other, or is refused while
     something runs on it.
     """
+
+    instead = "fork() makes a second one, save() a file of it"
 
     def __init__(
         self, llm: LLM, sequence: Sequence, marks: Mapping[str, Mark] | None = None,
@@ -154,10 +164,7 @@ class Session(Appended):
 
     def fork(self) -> Session:
         """A second session with the same past and the same marks; they share every page."""
-        try:
-            notes = deepcopy(self.notes)
-        except RecursionError:
-            raise RequestError("the notes are nested too deeply to be copied") from None
+        notes = copied_notes(self.notes)  # what cannot be is refused before anything is held
 
         def fork() -> Session:
             twin = self._engine.fork(self._live())

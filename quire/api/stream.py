@@ -7,6 +7,7 @@ from contextlib import suppress
 from threading import Lock
 from typing import TYPE_CHECKING, TypeVar
 
+from quire.api.copies import Uncopied
 from quire.engine.endings import Holder, Readers
 from quire.engine.work import Job
 from quire.errors import RequestError
@@ -20,11 +21,13 @@ Complete = Callable[[Job], Completion]
 """Makes a whole of what a job has come to; raises what made it fail."""
 
 
-class Stream:
+class Stream(Uncopied):
     """An iterator over pieces of text as they come; closing it early gives its pages back.
 
     Also a context manager that closes it.
     """
+
+    instead = "it is one answer, whoever reads it; pass on stream.completion"
 
     def __init__(
         self, job: Job, readers: Readers, complete: Complete, session: Session | None = None
@@ -80,8 +83,10 @@ class Stream:
             job.loop.close_with(lambda: job.loop.end(job))
 
 
-class AsyncStream:
+class AsyncStream(Uncopied):
     """The same for `async for`; the request begins with the first piece that is asked for."""
+
+    instead = Stream.instead
 
     def __init__(
         self, start: Callable[[Readers], Job], complete: Complete, session: Session | None = None
