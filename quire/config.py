@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from quire import containers
 from quire.errors import RequestError
 
@@ -20,6 +22,7 @@ KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
 NOT_ON_GPUS = "activations='f32' is for the CPU; GPUs compute with 16 bits"
 """What is said to those who ask for both."""
 _MOST = {"threads": 1024, "n_ctx": 2**31 - 1, "n_parallel": 16384}
+_LONGEST_PAGE = 2**20
 _MARGIN = 512 * 1024**2
 
 
@@ -68,12 +71,15 @@ class LoadConfig:
     """Bits that depend on nothing but the tokens; False lets GPUs compute prompts faster."""
 
     def __post_init__(self) -> None:
+        for name, value in self.__dict__.items():
+            if isinstance(value, np.generic):
+                self.__dict__[name] = value.item()
         for name in ("n_ctx", "threads", "kv_cache_tokens", "moe_n_expert", "n_layer_exit",
                      "n_parallel"):  # fmt: skip
             value = getattr(self, name)
             left_open = value is None and name != "n_parallel"
             if not left_open and (type(value) is not int or value < 1):
-                raise RequestError(f"{name} must be a whole number above 0, not {value!r}")
+                raise RequestError(f"{name} must be a whole number above 0, not {value!r:.80}")
         for name in ("device", "type_k", "type_v", "activations"):
             if not isinstance(getattr(self, name), str):
                 raise RequestError(f"{name} is a text, not {getattr(self, name)!r:.80}")
@@ -91,7 +97,8 @@ class LoadConfig:
         for name in ("type_k", "type_v"):
             value = getattr(self, name)
             if value not in KV_TYPES:
-                raise RequestError(f"{name} must be one of {', '.join(KV_TYPES)}, not {value!r}")
+                kinds = ", ".join(KV_TYPES)
+                raise RequestError(f"{name} must be one of {kinds}, not {value!r:.80}")
         for name in self.device.split(","):
             if name != "auto" and not re.fullmatch(r"(cpu|cuda|reference)(:\d{1,3})?", name):
                 raise RequestError(
@@ -101,14 +108,17 @@ class LoadConfig:
                 )
         self._check_places()
         if self.activations not in ("int8", "f32"):
-            raise RequestError(f"activations must be 'int8' or 'f32', not {self.activations!r}")
+            raise RequestError(f"activations must be 'int8' or 'f32', not {self.activations!r:.80}")
         if self.gpu is not None and self.activations == "f32":
             raise RequestError(NOT_ON_GPUS)
         if self.quantize not in (None, "q8_0", "q4_0"):
-            raise RequestError(f"quantize must be 'q8_0', 'q4_0' or None, not {self.quantize!r}")
+            kinds = "'q8_0', 'q4_0' or None"
+            raise RequestError(f"quantize must be {kinds}, not {self.quantize!r:.80}")
         size = self.page_tokens
-        if type(size) is not int or size < 16 or size % 16:
-            raise RequestError(f"page_tokens must be a multiple of 16, not {size!r}")
+        if type(size) is not int or not 16 <= size <= _LONGEST_PAGE or size % 16:
+            raise RequestError(
+                f"page_tokens must be a multiple of 16 up to {_LONGEST_PAGE}, not {size!r:.80}"
+            )
 
     def _check_places(self) -> None:
         """What says where parts of the model go."""
@@ -200,11 +210,12 @@ def parse_bytes(size: int | str, what: str = "a size") -> int:
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", str(size).lower())
-    if not match or match[2] not in _UNITS or float(match[1]) <= 0:
+    found = float(match[1]) * _UNITS.get(match[2], 0) if match else 0
+    if not 0 < found < float("inf"):
         raise RequestError(
             f"{what} is a number of bytes or a text such as '4GiB', not {size!r:.80}"
         )
-    return int(float(match[1]) * _UNITS[match[2]])
+    return int(found)
 
 
 def available_memory(root: Path = Path("/")) -> int:

@@ -61,7 +61,10 @@ class Writers:
 
     def of(self, path: Path) -> AbstractContextManager[object]:
         """That of a path; a handler of a signal that comes meanwhile may take it once more."""
-        real = str(path) if "\0" in str(path) else os.path.realpath(path)
+        try:
+            real = os.path.realpath(path)
+        except (OSError, ValueError):  # there is no such path; whoever writes there is told so
+            real = str(path)
         with self._naming:
             found: AbstractContextManager[object] = self._by_path.setdefault(real, RLock())
             return found

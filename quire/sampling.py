@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
@@ -100,8 +99,7 @@ class Sampling:
     def __post_init__(self) -> None:
         fields = self.__dict__
         for name, value in fields.items():
-            if isinstance(value, np.generic):
-                fields[name] = value.item()
+            fields[name] = _plain(value)
         for name, (low, high) in _NUMBERS.items():
             value = fields[name]
             if type(value) is not float or not low <= value <= high:  # else all is well
@@ -128,6 +126,8 @@ class Sampling:
     def _check_lists(self) -> None:
         if not isinstance(self.logit_bias, Mapping):
             raise RequestError(f"logit_bias has a number by token id, not {self.logit_bias!r:.80}")
+        if any(isinstance(one, np.generic) for both in self.logit_bias.items() for one in both):
+            self.__dict__["logit_bias"] = {_plain(t): _plain(b) for t, b in self.logit_bias.items()}
         for token, bias in self.logit_bias.items():
             if type(token) is not int or not 0 <= token < 2**31:  # else all is well
                 _check_int("logit_bias", token, 0, 2**31 - 1, "a token of logit_bias")
@@ -181,16 +181,21 @@ _WHOLE: Mapping[str, tuple[int, int]] = {
 }  # fmt: skip
 
 
+def _plain(value: Any) -> Any:
+    """A value as it is, NumPy's as Python's own."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
 def _check(name: str, value: float, low: float, high: float, what: str = "") -> None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or math.isnan(value) or not low <= value <= high:
+    if not number or not low <= value <= high:
         raise RequestError(
-            f"{what or name} must be a number from {low:g} to {high:g}, not {value!r}", name
+            f"{what or name} must be a number from {low:g} to {high:g}, not {value!r:.80}", name
         )
 
 
 def _check_int(name: str, value: int, low: int, high: int, what: str = "") -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise RequestError(
-            f"{what or name} must be a whole number from {low} to {high}, not {value!r}", name
+            f"{what or name} must be a whole number from {low} to {high}, not {value!r:.80}", name
         )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quire.api.arguments import Stop
+from quire.api.arguments import Stop, whole_number
 from quire.api.stream import end_all_soon, off_the_loop
 from quire.api.texts import Prompt
 from quire.engine.endings import Holder
@@ -27,6 +27,13 @@ if TYPE_CHECKING:
 _MOST = 1024
 
 
+def _count(name: str, value: object) -> int:
+    number = whole_number(value)
+    if number is None or not 1 <= number <= _MOST:
+        raise RequestError(f"{name} must be a whole number from 1 to {_MOST}, not {value!r:.80}")
+    return number
+
+
 @dataclass(frozen=True)
 class Choices:
     """How many answers are made, and how many of them are given: those that are likeliest."""
@@ -37,14 +44,8 @@ class Choices:
     @classmethod
     def of(cls, n: int | None, best_of: int | None) -> Choices:
         """What was asked for."""
-        for name, value in (("n", n), ("best_of", best_of)):
-            number = isinstance(value, int) and not isinstance(value, bool)
-            if value is not None and not (number and 1 <= value <= _MOST):
-                raise RequestError(
-                    f"{name} must be a whole number from 1 to {_MOST}, not {value!r}"
-                )
-        asked = 1 if n is None else n
-        made = asked if best_of is None else best_of
+        asked = 1 if n is None else _count("n", n)
+        made = asked if best_of is None else _count("best_of", best_of)
         if made < asked:
             raise RequestError(f"best_of is {made}, but {asked} answers (n) are to be given")
         return cls(asked, made)

@@ -39,7 +39,9 @@ class Marked:
                 number += 1
             name = f"mark-{number}"
         elif not isinstance(name, str) or not name or name in self._marks:
-            raise RequestError(f"a mark needs a name that this session has not yet, not {name!r}")
+            raise RequestError(
+                f"a mark needs a name that this session has not yet, not {name!r:.80}"
+            )
         self._marks[name] = mark = self._engine.history.mark(self._live(), name)
         return mark
 

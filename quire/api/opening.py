@@ -27,8 +27,8 @@ def session_file(path: Path) -> Iterator[BinaryIO]:
     """A file to be read; SessionFileError where it cannot be."""
     try:
         if not path.is_file():  # asked before opening: a pipe would wait for its other end
-            folder = path.is_dir()
-            raise SessionFileError(f"{path}: {'this is a folder' if folder else 'no such file'}")
+            odd = "this is a folder" if path.is_dir() else "this is not a regular file"
+            raise SessionFileError(f"{path}: {odd if path.exists() else 'no such file'}")
         with open(path, "rb") as file:
             yield file
     except OSError as error:

@@ -26,4 +26,4 @@ def known_source(target: Target) -> Known:
 def check_whole(what: str, value: object) -> None:
     """Refuses a setting that counts something and is no whole number."""
     if not isinstance(value, int) or isinstance(value, bool):
-        raise RequestError(f"{what} is {value!r}; it takes a whole number")
+        raise RequestError(f"{what} is {value!r:.80}; it takes a whole number")

@@ -51,7 +51,7 @@ class DraftModel(Speculator):
     def __post_init__(self) -> None:
         if not isinstance(self.llm, Loaded):
             raise RequestError(
-                f"DraftModel takes a loaded model, not {self.llm!r}; load it with quire.load"
+                f"DraftModel takes a loaded model, not {self.llm!r:.80}; load it with quire.load"
             )
         check_whole("DraftModel's most", self.most)
         if self.most < 1:

@@ -33,7 +33,8 @@ class Ngram(Speculator):
             check_whole(f"Ngram's {name}", getattr(self, name))
         if self.cache is not None and not isinstance(self.cache, NgramCache):
             raise RequestError(
-                f"Ngram's cache is {self.cache!r}; it takes what NgramCache.load or .build returns"
+                f"Ngram's cache is {self.cache!r:.80}; it takes what NgramCache.load or .build "
+                "returns"
             )
         if not 1 <= self.min_n <= self.max_n <= _LONGEST:
             raise RequestError(

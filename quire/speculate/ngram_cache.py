@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import struct
 import zlib
@@ -14,10 +15,27 @@ import numpy as np
 
 from quire.errors import FileError, ModelError, RequestError
 from quire.files import replace_file
+from quire.speculate.common import check_whole
 
 _MAGIC = b"quire n-grams 1\n"
 _HEADER = struct.Struct("<IIQI")  # vocabulary, n, entries, CRC-32 of what follows
 _MOST_N = 16
+
+
+def _token_lists(texts: Iterable[Iterable[int]]) -> list[list[int]]:
+    try:
+        return [list(map(operator.index, tokens)) for tokens in texts]
+    except TypeError as error:
+        raise RequestError(f"n-grams are made of lists of token ids: {error}") from error
+
+
+def _path(path: str | os.PathLike[str]) -> Path:
+    try:
+        if b"\0" not in os.fsencode(path):
+            return Path(path)
+    except (TypeError, ValueError):
+        pass
+    raise RequestError(f"an n-gram cache is under a path that a file can have, not {path!r:.80}")
 
 
 class NgramCache:
@@ -34,10 +52,14 @@ class NgramCache:
     @classmethod
     def build(cls, texts: Iterable[Sequence[int]], n_vocab: int, n: int = 3) -> NgramCache:
         """From token ids, one list per text."""
+        check_whole("NgramCache's n_vocab", n_vocab)
+        check_whole("NgramCache's n", n)
         if not 1 <= n <= _MOST_N:
             raise RequestError(f"n-grams of 1 to {_MOST_N} tokens can be kept, not of {n}")
+        if not 1 <= n_vocab < 2**31:
+            raise RequestError(f"a vocabulary has 1 to {2**31 - 1} tokens, not {n_vocab}")
         counts: defaultdict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
-        for tokens in texts:
+        for tokens in _token_lists(texts):
             outside = [t for t in tokens if not 0 <= t < n_vocab]
             if outside:
                 raise RequestError(f"token id {outside[0]} is outside a vocabulary of {n_vocab}")
@@ -65,7 +87,7 @@ class NgramCache:
             file.write(_MAGIC + header + data)
 
         try:
-            replace_file(Path(path), write)
+            replace_file(_path(path), write)
         except OSError as error:
             raise FileError(
                 f"{path}: the n-gram cache cannot be saved: {error.strerror}"
@@ -74,8 +96,11 @@ class NgramCache:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> NgramCache:
         """Reads a file; one that is cut, changed or something else is refused."""
+        file = _path(path)
         try:
-            raw = Path(path).read_bytes()
+            if file.exists() and not file.is_file():  # a pipe would wait, a device may never end
+                raise FileError(f"{path}: the n-gram cache cannot be read: not a regular file")
+            raw = file.read_bytes()
         except OSError as error:
             raise FileError(f"{path}: the n-gram cache cannot be read: {error.strerror}") from error
         start = len(_MAGIC) + _HEADER.size

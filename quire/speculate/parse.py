@@ -23,8 +23,8 @@ def by_name(name: str) -> Speculator:
     """A way to draft with its usual settings."""
     if name not in NAMES:
         raise RequestError(
-            f"speculate is {name!r}; there are {', '.join(map(repr, NAMES))}, a loaded draft model "
-            "and the classes of quire.speculate"
+            f"speculate is {name!r:.80}; there are {', '.join(map(repr, NAMES))}, a loaded draft "
+            "model and the classes of quire.speculate"
         )
     return NAMES[name]
 
@@ -38,5 +38,5 @@ def speculator(way: object) -> Speculator:
     if isinstance(way, Loaded):
         return DraftModel(way)
     raise RequestError(
-        f"speculate takes a name, a loaded model or an object of quire.speculate, not {way!r}"
+        f"speculate takes a name, a loaded model or an object of quire.speculate, not {way!r:.80}"
     )

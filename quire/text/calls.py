@@ -10,7 +10,7 @@ import ast
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,13 +48,17 @@ class Tools:
 
 def tools_of(tools: object) -> tuple[list[dict[str, Any]], Tools]:
     """Tools as templates want them, and by name; an odd one is refused."""
-    if isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Iterable):
+    try:
+        given = None if isinstance(tools, (str, bytes, Mapping)) else list(tools)  # type: ignore[call-overload]
+    except TypeError:  # an array without an axis, too
+        given = None
+    if given is None:
         raise RequestError(
             f"tools is a list of functions with their schemas, not {tools!r:.80}", "tools"
         )
     listed: list[dict[str, Any]] = []
     schemas: dict[str, Mapping[str, Any]] = {}
-    for number, tool in enumerate(tools):
+    for number, tool in enumerate(given):
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(name, str) or not name:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -13,12 +14,15 @@ import pytest
 import quire
 from quire.config import LoadConfig
 from quire.errors import QuireError
+from quire.speculate import NgramCache
 from tests import tiny
+from tests.budgets import pages
 
 ODD: list[Any] = [
     None, 5, -1, 2**70, 1.5, float("nan"), "x", "\ud800", "a\0b", b"x", [], [None], ["a"], [1.5],
     [2**70], [-1], {}, {"a": 1}, object(), True, [[1], [2]], range(3), np.array([1, 2]),
-    np.array([1.5]), (1, 2), np.int64(2), np.float32(0.5), np.bool_(True),
+    np.array([1.5]), (1, 2), np.int64(2), np.float32(0.5), np.bool_(True), np.array(3), 10**400,
+    "9" * 400 + "GiB", "x" * 100_000,
 ]  # fmt: skip
 HELLO = [{"role": "user", "content": "Hello"}]
 ONE: dict[str, Any] = {"max_tokens": 1}
@@ -88,7 +92,15 @@ USES: dict[str, Callable[[quire.LLM, Any], object]] = {
     "checkpoint": lambda llm, odd: session(llm).checkpoint(odd),
     "drop": lambda llm, odd: session(llm).drop(odd),
     "tokenizer": lambda llm, odd: quire.Tokenizer(odd),
+    "n-grams": lambda llm, odd: NgramCache.build(odd, 64),
+    "vocabulary of n-grams": lambda llm, odd: NgramCache.build([[1, 2]], odd),
+    "length of n-grams": lambda llm, odd: NgramCache.build([[1, 2]], 64, odd),
+    "file of n-grams": lambda llm, odd: NgramCache.load(odd),
 }
+
+
+NAMED = {"open", "tokenizer", "file of n-grams"}
+"""A file is told by its whole name."""
 
 
 @pytest.mark.parametrize("use", USES)
@@ -97,7 +109,7 @@ def test_odd_values(llm: quire.LLM, use: str) -> None:
         try:
             USES[use](llm, odd)
         except QuireError as error:
-            assert str(error)
+            assert str(error) and (use in NAMED or len(str(error)) < 1000)
     assert len(llm.generate("a", max_tokens=3, ignore_eos=True).token_ids) == 3
 
 
@@ -121,10 +133,12 @@ def test_odd_settings(path: Path, name: str) -> None:
         try:
             quire.load(path, **{name: odd}).close()
         except QuireError as error:
-            assert str(error)
+            assert str(error) and len(str(error)) < 1000
 
 
-@pytest.mark.parametrize("name", ["devices", "draft", "checkpoints", "n_ctx", "n_parallel"])
+@pytest.mark.parametrize(
+    "name", ["devices", "draft", "checkpoints", "n_ctx", "n_parallel", "page_tokens"]
+)
 def test_odd_plans(path: Path, name: str) -> None:
     """None takes long, however large the numbers are."""
     for odd in [*ODD, 2**20, 2**40, [2**40], "cpu:1GiB", ["cpu:1GiB"], ["cpu:1GiB", "cpu:1GiB"]]:
@@ -164,6 +178,12 @@ def test_numbers_of_numpy_are_numbers(llm: quire.LLM) -> None:
         top_k=np.int32(5), logprobs=np.int64(1),  # type: ignore[arg-type]
     )  # fmt: skip
     assert same.token_ids == plain.token_ids and same.logprobs == plain.logprobs
+    three = llm.generate("a", n=np.int64(3), best_of=np.int8(4), temperature=0.5, seed=1, **ONE)
+    same_three = llm.generate("a", n=3, best_of=4, temperature=0.5, seed=1, **ONE)
+    assert [one.token_ids for one in three] == [one.token_ids for one in same_three]
+    never = plain.token_ids[0]
+    biased = llm.generate("a", logit_bias={np.int64(never): np.float32(-100)}, **ONE)  # type: ignore[dict-item]
+    assert biased.token_ids == llm.generate("a", logit_bias={never: -100}, **ONE).token_ids
     one, other = session(llm).rewind(np.int64(-2)), session(llm).rewind(-2)  # type: ignore[arg-type]
     assert one.tokens == other.tokens
     one.append([7, 8]).remove(np.int64(1), np.int64(3))  # type: ignore[arg-type]
@@ -171,3 +191,42 @@ def test_numbers_of_numpy_are_numbers(llm: quire.LLM) -> None:
     for odd in (np.bool_(True), np.float32(-1)):
         with pytest.raises(QuireError):
             one.rewind(odd)  # type: ignore[arg-type]
+
+
+def test_settings_of_numpy_are_settings(path: Path) -> None:
+    with quire.load(path, n_ctx=np.int64(64), threads=np.uint8(1), swa_full=np.bool_(False)) as llm:  # type: ignore[arg-type]
+        assert llm.n_ctx == 64 and type(llm.settings.n_ctx) is int
+
+
+def test_odd_notes_of_a_fork_leave_nothing_behind(path: Path) -> None:
+    with quire.load(path, memory_budget="64MiB") as llm:
+        one = session(llm)
+        one.checkpoint("here")
+        for odd in [*ODD, {"a": iter([])}]:
+            one.notes = odd
+            try:
+                one.fork().close()
+            except QuireError as error:
+                assert "notes" in str(error)
+        one.close()
+        assert pages(llm) == 0 and not llm.memory.checkpoints["names"]
+
+
+def test_what_is_no_file_is_told_as_that(llm: quire.LLM, tmp_path: Path) -> None:
+    """Neither a pipe nor a device is waited for."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for read in (llm.open, NgramCache.load):
+        with pytest.raises(QuireError, match="not a regular file"):
+            read(pipe)
+
+
+def test_a_session_is_not_saved_in_a_folder_that_is_gone(
+    llm: quire.LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(QuireError, match="cannot be saved"):
+        session(llm).save("here.quire")
