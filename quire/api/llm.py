@@ -241,8 +241,12 @@ class LLM(Uncopied, Generating):
         there is nothing to give back.
         """
         if not self.loop.seat.forked:
-            self.loop.close_with(self._end)
+            self.loop.close_with(self._close)
             self.loop.seat.dismiss()
+
+    def _close(self) -> None:
+        self._end()
+        self.loop.seat.endings.settled(self._ref)  # or others on its seat would keep it
 
     def __repr__(self) -> str:
         state = "closed" if self.engine.closed else f"context {self.n_ctx:,}, {self.ops.name}"
