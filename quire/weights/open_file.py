@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import stat
 import weakref
+from io import FileIO
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +19,6 @@ from quire.errors import FileError
 from quire.files import read_at
 
 _AT_ONCE = 1 << 30
-# Of which Windows has only the second: otherwise it would take some bytes for ends of lines.
-_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 _SPARE = 4
 _SPARE_BYTES = 1 << 24  # larger ones are not kept
 
@@ -52,7 +51,6 @@ class OpenFile:
     def __init__(self, path: Path, error: type[FileError], suffix: str) -> None:
         self.path = path
         self._error = error
-        self._descriptor = -1
         self._spare: list[bytearray] = []  # used again: fresh memory costs as much as reading
         try:
             # Looked at before opening too: opening a pipe would wait for its other end.
@@ -69,8 +67,10 @@ class OpenFile:
         self.size = found.st_size
 
     def _open(self, path: Path) -> os.stat_result:
-        self._descriptor = os.open(path, os.O_RDONLY | _FLAGS)
-        return os.fstat(self._descriptor)
+        # It knows at any moment whether it is closed: whoever is interrupted between closing a
+        # number and noting that would close it once more, when it is somebody else's already.
+        self._file = FileIO(path)
+        return os.fstat(self._file.fileno())
 
     def read(self, offset: int, nbytes: int, what: str) -> NDArray[np.uint8]:
         """A copy of some bytes; `what` is what errors call them."""
@@ -81,10 +81,11 @@ class OpenFile:
     def read_into(self, offset: int, out: NDArray[np.uint8], what: str) -> None:
         """Some bytes, into an array; from any thread."""
         self.check_open()
+        descriptor = self._file.fileno()
         nbytes, view, done = out.nbytes, out.data, 0
         while done < nbytes:
             try:
-                got = read_at(self._descriptor, [view[done : done + _AT_ONCE]], offset + done)
+                got = read_at(descriptor, [view[done : done + _AT_ONCE]], offset + done)
             except OSError as failure:
                 raise self._error(f"{self.path}: {what}: {failure.strerror}") from failure
             if got == 0:
@@ -111,16 +112,14 @@ class OpenFile:
 
     def check_open(self) -> None:
         """Refuses to go on with a file that was closed."""
-        if self._descriptor < 0:
+        if self._file.closed:
             raise self._error(f"{self.path}: the file was closed, its tensors cannot be read")
 
     def close(self) -> None:
         """Lets go of the file; once is enough."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        self._file.close()
         self._spare = []
 
     def __del__(self) -> None:
-        if hasattr(self, "_descriptor"):
+        if hasattr(self, "_file"):
             self.close()
