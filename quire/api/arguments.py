@@ -122,7 +122,9 @@ def template_options_of(options: object) -> dict[str, Any]:
 def copied_notes(notes: object) -> dict[str, Any]:
     """A session's notes for another session."""
     if not isinstance(notes, Mapping):
-        raise RequestError(f"a session's notes are values by their names, not {notes!r:.80}")
+        raise RequestError(
+            f"a session's notes are values by their names, not a {type(notes).__name__}"
+        )
     try:
         return deepcopy(dict(notes))
     except RecursionError:

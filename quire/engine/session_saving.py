@@ -83,6 +83,10 @@ def _let_go(engine: Engine, held: list[Mark]) -> None:
 
 def _written(notes: Mapping[str, Any]) -> str:
     """Notes as text; refused if reading it would not give the same."""
+    if not isinstance(notes, Mapping):
+        raise RequestError(
+            f"a session's notes are values by their names, not a {type(notes).__name__}"
+        )
     try:
         text = json.dumps(dict(notes), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:

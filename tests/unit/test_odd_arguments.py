@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -117,7 +118,7 @@ def test_odd_notes_and_names(llm: quire.LLM, tmp_path: Path) -> None:
     deep: Any = []
     for _ in range(5000):
         deep = [deep]
-    for odd in [*ODD, deep, {"deep": deep}]:
+    for odd in [*ODD, np.array([]), deep, {"deep": deep}]:
         try:
             noted(llm, tmp_path, odd)
         except QuireError as error:
@@ -202,7 +203,10 @@ def test_odd_notes_of_a_fork_leave_nothing_behind(path: Path) -> None:
     with quire.load(path, memory_budget="64MiB") as llm:
         one = session(llm)
         one.checkpoint("here")
-        for odd in [*ODD, {"a": iter([])}]:
+        deep: Any = []
+        for _ in range(5000):
+            deep = [deep]
+        for odd in [*ODD, {"a": iter([])}, deep, {"a": deep}]:
             one.notes = odd
             try:
                 one.fork().close()
@@ -212,6 +216,7 @@ def test_odd_notes_of_a_fork_leave_nothing_behind(path: Path) -> None:
         assert pages(llm) == 0 and not llm.memory.checkpoints["names"]
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="needs pipes with names")
 def test_what_is_no_file_is_told_as_that(llm: quire.LLM, tmp_path: Path) -> None:
     """Neither a pipe nor a device is waited for."""
     pipe = tmp_path / "pipe"
@@ -221,6 +226,7 @@ def test_what_is_no_file_is_told_as_that(llm: quire.LLM, tmp_path: Path) -> None
             read(pipe)
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="a folder that is used stays there")
 def test_a_session_is_not_saved_in_a_folder_that_is_gone(
     llm: quire.LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
