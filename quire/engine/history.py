@@ -122,6 +122,10 @@ class History:
 
         With its marks it shares pages again, as it did before.
         """
+        if sequence.apart:
+            sequence.adopt(0, None)
+            self.prefix.track(sequence)
+            return
         self.prefix.start_over(sequence)
         self._start_from_mark(sequence, sequence.length - 1)
 

@@ -41,7 +41,8 @@ class Planner:
             if plan.failed and self._prefix.budget.whole.passing:
                 sleep(_MOMENT_S)  # a file is read or written: what that holds comes back
                 return Plan([], [])
-            self._carry_out(plan)
+            if not any(self._goes_apart(sequence) for sequence, _ in plan.failed):
+                self._carry_out(plan)
             if not plan.entries:
                 plan = self._wanted([s for s in active if s.active])
         return self._brought_back(plan) if plan.back else plan
@@ -61,6 +62,17 @@ class Planner:
         alone = plan.entries[0].sequence if len(plan.entries) == 1 else None
         up_to = Rank.RUNNING if alone else Rank.RESTING
         return self._room.make(lambda: self._memory.fits(plan.counts), alone, up_to)
+
+    def _goes_apart(self, sequence: Sequence) -> bool:
+        """Whether it is computed again by itself, where that may do with less room.
+
+        To write into a page that others hold too takes a copy: a page more than it takes alone,
+        and as long as it holds the page as well, those others cannot leave with it.
+        """
+        if sequence.edited or sequence.apart or not self._memory.is_shared(sequence.id):
+            return False
+        self._room.lose(sequence, apart=True)
+        return True
 
     def _carry_out(self, plan: Plan) -> None:
         """What has to happen before a plan fits."""

@@ -278,9 +278,9 @@ class Room:
         self.counts["brought back"] += 1
         return True
 
-    def lose(self, sequence: Sequence) -> None:
+    def lose(self, sequence: Sequence, apart: bool = False) -> None:
         """Frees everything a sequence holds, here and in a tier: it is computed again."""
         self._memory.seq_rm(sequence.id, 0, -1)
-        sequence.lose()
+        sequence.lose(apart)
         self._prefix.track(sequence)
         self.counts["recomputed"] += 1

@@ -101,12 +101,12 @@ class Sequence:
         self.whole: int | None = None  # what its tokens say ends here, where some were taken out
         self.salt = salt
         self.marks: Mapping[str, Mark] = {}  # places along its past, as its session makes them
-        self.shared = True
-        self.exact = True
+        self.shared = self.exact = True
         self.status = RESTING
         self.active = False  # whether the scheduler has it
         self.expecting = False  # whether only the device knows its last token
         self.preempted = False  # whether it gave way and has not run since
+        self.apart = False  # whether it computes what others hold too: sharing left it no room
         self.cached = 0  # tokens of the current request that were in memory when it came
         self.miss = ""  # why its other tokens were not
         self.branch_at: int | None = None  # where its prompt leaves one that is known already
@@ -216,9 +216,9 @@ class Sequence:
         """Its pages are back."""
         self._at_home()
 
-    def lose(self) -> None:
-        """Its pages are gone: it starts from nothing."""
-        self.computed, self.logits = 0, None
+    def lose(self, apart: bool = False) -> None:
+        """Its pages are gone: it starts from nothing; apart, without what others hold."""
+        self.computed, self.logits, self.apart = 0, None, self.apart or apart
         self.status = LOST
         self._count()
 
@@ -235,7 +235,7 @@ class Sequence:
 
     def begin(self) -> None:
         """The scheduler takes it in."""
-        self.active, self.failed = True, False
+        self.active, self.failed, self.apart = True, False, False
         if self.status is RESTING:
             self.status = RUNNING
 

@@ -239,6 +239,11 @@ class Books:
             for pool in group.pools
         ]
 
+    def is_shared(self, seq: int) -> bool:
+        """Whether somebody else holds a page of a sequence too."""
+        held = self.holdings(self.tables(seq))
+        return any(bool((pool.refs[pages] > 1).any()) for pool, pages, _ in held)
+
     def held_by(self, saved: Checkpoint) -> list[tuple[PagePool, Int32, Int32]]:
         """For each pool, the pages that a checkpoint holds here."""
         if saved.parked is None:

@@ -33,6 +33,9 @@ class CountingMemory:
         back = sum(self.away.get(seq, 0) for seq, _ in counts)
         return back + sum(self.held.values()) + sum(n for _, n in counts) <= self.room
 
+    def is_shared(self, seq: int) -> bool:
+        return False
+
 
 class CountingRoom:
     """Makes room at once; with `tier`, by parking as long as so many tokens fit there."""

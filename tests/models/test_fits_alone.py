@@ -1,0 +1,96 @@
+"""What fits alone finishes beside whoever shares its pages, however little room there is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import quire
+from quire.errors import BudgetError
+from tests import session_kinds
+
+GO: dict[str, Any] = {"max_tokens": 4, "ignore_eos": True}
+STORY = [(7 * i) % 200 + 3 for i in range(64)]
+HERE = STORY[:60]  # ends within the last page that there is
+
+
+class Tight:
+    """A model with pages for one sequence of 64 tokens, and what a roomy one says."""
+
+    def __init__(self, llm: quire.LLM, roomy: quire.LLM) -> None:
+        self.llm, self._roomy = llm, roomy
+
+    def goes_on(self, session: quire.Session) -> None:
+        """A session goes on as it would alone."""
+        tokens = session.tokens
+        assert session.generate(**GO).token_ids == self.alone(tokens)
+        session.rewind(-GO["max_tokens"])
+
+    def alone(self, tokens: list[int]) -> list[int]:
+        self._roomy.forget()
+        return self._roomy.generate(tokens, **GO).token_ids
+
+
+@pytest.fixture(params=["dense", "window", "moe", "hybrid"])
+def tight(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tight]:
+    path = session_kinds.write(request.param, tmp_path)
+    with (
+        quire.load(path, n_ctx=64, threads=1) as roomy,
+        quire.load(path, n_ctx=64, threads=1, kv_cache_tokens=64) as llm,
+    ):
+        yield Tight(llm, roomy)
+        llm.forget()
+        llm.memory.audit()
+        assert not any(group["pages_used"] for group in llm.memory.stats.values())
+        assert not any(tier["used"] for tier in llm.memory.as_dict()["tiers"].values())
+
+
+def test_forks(tight: Tight) -> None:
+    with tight.llm.session() as first:
+        first.append(HERE)
+        with first.fork() as second, second.fork() as third:
+            for one in (third, first, second, third):
+                tight.goes_on(one)
+
+
+def test_a_fork_of_a_session_that_is_gone_but_for_its_mark(tight: Tight) -> None:
+    first = tight.llm.session().append(HERE)
+    first.checkpoint("here")
+    with first.fork() as fork:
+        first.close()
+        tight.goes_on(fork)
+        tight.goes_on(fork.rewind("here"))
+
+
+def test_a_session_that_went_back_behind_its_mark(tight: Tight) -> None:
+    with tight.llm.session() as session:
+        session.append(HERE).checkpoint("here")
+        tight.goes_on(session.rewind(-9))
+        tight.goes_on(session.rewind("here"))
+
+
+def test_a_prompt_that_begins_like_a_session(tight: Tight) -> None:
+    with tight.llm.session() as session:
+        session.append(HERE)
+        prompt = [*HERE[:56], 9, 8, 7]
+        assert tight.llm.generate(prompt, **GO).token_ids == tight.alone(prompt)
+        tight.goes_on(session)
+
+
+def test_what_does_not_fit_alone_fails_as_it_did(tight: Tight) -> None:
+    """With a mark that no tier takes, a fork of its place has no page to write in."""
+    with quire.load(tight.llm.path, n_ctx=64, threads=1, kv_cache_tokens=64, swap_space=0) as llm:
+        first = llm.session().append(HERE)
+        first.checkpoint("here")
+        with first.fork() as fork:
+            first.close()
+            with pytest.raises(BudgetError, match="does not fit"):
+                fork.generate(**GO)
+            fork.drop("here")
+            assert fork.tokens[: len(HERE)] == HERE
+            if fork.position > len(HERE):  # what it had made stays
+                fork.rewind(len(HERE) - fork.position)
+            tight.goes_on(fork)
