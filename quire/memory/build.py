@@ -16,7 +16,7 @@ from quire.memory.groups.state_layout import RecurrentSpec, StateLayout
 from quire.memory.groups.window import WindowGroup
 from quire.memory.memory import Memory
 
-_ENDLESS = 2**26  # pages of a sequence whose memory does not grow
+_ENDLESS = 2**26  # pages of a sequence, at most: where its memory does not grow, or has no end
 
 
 class MemorySettings(Protocol):
@@ -130,7 +130,7 @@ def longest_sequence(
     """
     pools, cap = _pools(groups, settings, granule), settings.kv_cache_tokens
     per_page = sum(size for _, size in pools)
-    most = n_bytes // per_page if per_page else _ENDLESS
+    most = min(n_bytes // per_page, _ENDLESS) if per_page else _ENDLESS
     if cap is not None and per_page:
         most = min(most, -(-cap // settings.page_tokens))
     pages = bisect_right(range(most + 1), n_bytes, key=lambda n: _taken(pools, n, granule)) - 1
