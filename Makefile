@@ -18,7 +18,7 @@ PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
 test: $(VENV)/installed-test lint
 	$(PYTEST) -m "not slow"
 
-test-all: $(VENV)/installed-test lint
+test-all: $(VENV)/installed-test-all lint
 	$(PYTEST)
 
 # The extension built anew with sanitizers, and the tests of the operations with it. Python has to be
@@ -78,6 +78,10 @@ $(VENV)/installed: $(VENV)/bin/python $(SOURCES)
 $(VENV)/installed-test: $(VENV)/bin/python $(SOURCES)
 	$(BIN)/python -m pip install --quiet -e ".[test]"
 	touch $(VENV)/installed $@
+
+$(VENV)/installed-test-all: $(VENV)/installed-test
+	$(BIN)/python -m pip install --quiet -e ".[test-all]"
+	touch $(VENV)/installed $(VENV)/installed-test $@
 
 $(VENV)/installed-sanitize: $(VENV)/installed-test
 	$(BIN)/python -m pip install --quiet cmake nanobind

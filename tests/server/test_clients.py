@@ -94,7 +94,8 @@ def test_openai_async_and_leaving(rig: Rig) -> None:
 
 
 @pytest.mark.slow  # only because it takes long to import
-def test_litellm(rig: Rig, wanted: str) -> None:
+def test_litellm(rig: Rig, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "true")  # or it asks the network for prices
     litellm = pytest.importorskip("litellm")
     where = {"api_base": f"{rig.url}/v1", "api_key": "none"}
     made = litellm.completion("openai/tiny-dense", turns("Hello there"), **where, **GREEDY)
