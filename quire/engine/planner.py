@@ -41,7 +41,7 @@ class Planner:
             if plan.failed and self._prefix.budget.whole.passing:
                 sleep(_MOMENT_S)  # a file is read or written: what that holds comes back
                 return Plan([], [])
-            if not any(self._goes_apart(sequence) for sequence, _ in plan.failed):
+            if not any(self._finds_a_way(sequence) for sequence, _ in plan.failed):
                 self._carry_out(plan)
             if not plan.entries:
                 plan = self._wanted([s for s in active if s.active])
@@ -62,6 +62,15 @@ class Planner:
         alone = plan.entries[0].sequence if len(plan.entries) == 1 else None
         up_to = Rank.RUNNING if alone else Rank.RESTING
         return self._room.make(lambda: self._memory.fits(plan.counts), alone, up_to)
+
+    def _finds_a_way(self, sequence: Sequence) -> bool:
+        """Whether it goes on in another manner that takes less room; it may fail of a tier."""
+        if sequence.status is not PARKED:
+            return self._goes_apart(sequence)
+        if not self._room.make_way_back(sequence):
+            return False
+        self._bring_back(sequence)  # what it takes from there on is known, and not only a bound
+        return True
 
     def _goes_apart(self, sequence: Sequence) -> bool:
         """Whether it is computed again by itself, where that may do with less room.
@@ -89,8 +98,13 @@ class Planner:
         for entry in plan.entries:
             sequence = entry.sequence
             sequence.run()
-            if sequence.status is not PARKED or self._room.bring_back(sequence):
+            if sequence.status is not PARKED or self._bring_back(sequence):
                 entries.append(entry)
-            elif sequence.edited:
-                self._fail(sequence, TierError("the pages of a sequence could not be read back"))
         return Plan(entries, [(entry.sequence.id, entry.count) for entry in entries])
+
+    def _bring_back(self, sequence: Sequence) -> bool:
+        if self._room.bring_back(sequence):
+            return True
+        if sequence.edited:
+            self._fail(sequence, TierError("the pages of a sequence could not be read back"))
+        return False

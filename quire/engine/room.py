@@ -260,6 +260,11 @@ class Room:
                 self._sequences[id].park()
                 self._prefix.track(self._sequences[id])
 
+    def make_way_back(self, sequence: Sequence) -> bool:
+        """Makes room for what a sequence has in a tier, whoever has to give way, and no more."""
+        back = [(sequence.id, 0)]
+        return self.make(lambda: self._memory.fits(back), sequence, Rank.RUNNING)
+
     def bring_back(self, sequence: Sequence) -> bool:
         """Puts a parked sequence's pages back; False where they cannot be read.
 

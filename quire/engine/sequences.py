@@ -10,7 +10,7 @@ from quire.engine.compute import ComputeBudget
 from quire.engine.drafting import Drafting
 from quire.engine.history import History
 from quire.engine.prefix_cache import PrefixCache
-from quire.engine.room import Rank, Room
+from quire.engine.room import Room
 from quire.engine.runner import Runner
 from quire.engine.scheduler import Scheduler
 from quire.engine.sequence import PARKED, Sequence, check_whole
@@ -93,7 +93,7 @@ class Sequences:
         """Brings a sequence's pages back into memory if they are parked; others make room."""
         check_whole(sequence)
         while sequence.status is PARKED:
-            if self.make_room(sequence, 1):
+            if self.room.make_way_back(sequence):
                 if not self.room.bring_back(sequence) and sequence.edited:
                     raise TierError("the pages of a session could not be read back from disk")
             elif sequence.edited:
@@ -103,11 +103,6 @@ class Sequences:
                 )
             else:
                 self.room.lose(sequence)
-
-    def make_room(self, sequence: Sequence, count: int) -> bool:
-        """Makes room for more tokens of a sequence, whoever has to give way; False if it cannot."""
-        counts = [(sequence.id, count)]
-        return self.room.make(lambda: self.memory.fits(counts), sequence, Rank.RUNNING)
 
     def append(self, sequence: Sequence, tokens: Seq[int] | Int32) -> None:
         """Adds tokens to be computed by the next steps."""

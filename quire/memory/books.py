@@ -111,7 +111,8 @@ class Books:
     def demand(self, counts: Sequence[tuple[int, int]]) -> Demand:
         """The pages that reserving (sequence, number of new tokens) takes, by pool.
 
-        For a parked sequence it is a bound: the pages it takes to bring it back are in it.
+        For a parked sequence it is a bound: the pages it takes to bring it back are in it. With no
+        new tokens they are all of it.
         """
         here: list[list[Any]] = [[] for _ in self.groups]
         parked: list[tuple[int, int]] = []
@@ -128,7 +129,8 @@ class Books:
         ]
         for seq, count in parked:
             whole += [(part.pool, part.n_moved) for part in self._parked[seq].parts]
-            whole += [need for group in self.groups for need in group.most_pages(1, count)]
+            if count:
+                whole += [need for group in self.groups for need in group.most_pages(1, count)]
         return by_pool(whole)
 
     def room_for_draft(self, seq: int) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import quire
+from quire.engine.sequence import PARKED
 from quire.errors import BudgetError
 from tests import session_kinds
 
@@ -78,6 +79,21 @@ def test_a_prompt_that_begins_like_a_session(tight: Tight) -> None:
         prompt = [*HERE[:56], 9, 8, 7]
         assert tight.llm.generate(prompt, **GO).token_ids == tight.alone(prompt)
         tight.goes_on(session)
+
+
+@pytest.mark.parametrize("tight", ["dense", "window", "moe"], indirect=True)
+def test_a_session_that_cannot_be_computed_again_comes_back(tight: Tight) -> None:
+    """Tokens were taken out of it, and all the room there is goes to somebody else for a while."""
+    with tight.llm.session() as session:
+        session.append(HERE).remove(4, 8)
+        wanted = session.generate(**GO).token_ids
+        tight.llm.generate(HERE[::-1], **GO)
+        assert session.sequence.status is PARKED
+        session.checkpoint("here")
+        tight.llm.generate(HERE[::-1], **GO)
+        assert session.sequence.status is PARKED
+        session.drop("here")
+        assert session.rewind(-4).generate(**GO).token_ids == wanted
 
 
 def test_what_does_not_fit_alone_fails_as_it_did(tight: Tight) -> None:
