@@ -168,21 +168,24 @@ class Room:
         held = self._sequences.values()
         return [s for s in held if not s.active and s.computed and s is not needy]
 
-    def _from_marks(self, needy: Sequence | None) -> bool:
-        """Moves what a mark or a pinned prefix alone holds to a tier; then what they share."""
+    def _from_marks(self, needy: Sequence | None, running: Seq[Sequence] = ()) -> bool:
+        """Moves what a mark or a pinned prefix alone holds to a tier; then what they share.
+
+        Who shares it and rests, or was parked, goes along; so do some that run.
+        """
         spared = {*self._spared, *self.held}
         marks = [name for name in self._marks() if name not in spared]
         if any(map(self.park_checkpoint, marks)):
             return True
-        resting = self._resting(needy)
-        resting += [s for s in self._active if s.status is PARKED and s is not needy]
-        together = self._memory.leavers([*(s.id for s in resting), *marks])
-        if any(self.park(s, together) for s in resting):
+        parked = [s for s in self._active if s.status is PARKED and s is not needy]
+        leaving = [*self._resting(needy), *parked, *running]
+        together = self._memory.leavers([*(s.id for s in leaving), *marks])
+        if any(self.park(s, together) for s in leaving):
             return True
         if any(self.park_checkpoint(name, together) for name in marks):
             return True
         stuck = any(self._memory.checkpoint_park_bytes(name, together) for name in marks)
-        return stuck and self._lose_parked(resting)
+        return stuck and self._lose_parked(leaving)
 
     def park_cached(self, name: str, tokens: int) -> bool:
         """Moves a cached prefix to a tier, if it is sooner read back than computed again."""
@@ -211,6 +214,12 @@ class Room:
         """Takes the pages of the latest other sequence that holds any."""
         others = [o for o in reversed(self._active) if o is not needy and o.computed]
         if any(self.preempt(other) for other in others):
+            return True
+        # Those left that run cannot be computed again, and share all that they hold with marks.
+        running = [other for other in others if other.status is not PARKED]
+        if running and self._from_marks(needy, running):
+            for other in [one for one in running if one.status is PARKED]:
+                other.preempt()
             return True
         return self._lose_parked(others)
 
@@ -262,8 +271,7 @@ class Room:
 
     def make_way_back(self, sequence: Sequence) -> bool:
         """Makes room for what a sequence has in a tier, whoever has to give way, and no more."""
-        back = [(sequence.id, 0)]
-        return self.make(lambda: self._memory.fits(back), sequence, Rank.RUNNING)
+        return self.make(lambda: self._memory.fits([(sequence.id, 0)]), sequence, Rank.RUNNING)
 
     def bring_back(self, sequence: Sequence) -> bool:
         """Puts a parked sequence's pages back; False where they cannot be read.

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import quire
@@ -81,6 +82,15 @@ def test_a_prompt_that_begins_like_a_session(tight: Tight) -> None:
         tight.goes_on(session)
 
 
+def test_a_prompt_that_is_pinned(tight: Tight) -> None:
+    """Its place goes to a tier, and must not come back as one that is here while it goes on."""
+    with tight.llm.session() as session:
+        session.append(HERE).keep(pin=True)
+        tight.goes_on(session)
+        assert tight.llm.generate(HERE, **GO).token_ids == tight.alone(HERE)
+        tight.goes_on(session)
+
+
 @pytest.mark.parametrize("tight", ["dense", "window", "moe"], indirect=True)
 def test_a_session_that_cannot_be_computed_again_comes_back(tight: Tight) -> None:
     """Tokens were taken out of it, and all the room there is goes to somebody else for a while."""
@@ -94,6 +104,20 @@ def test_a_session_that_cannot_be_computed_again_comes_back(tight: Tight) -> Non
         assert session.sequence.status is PARKED
         session.drop("here")
         assert session.rewind(-4).generate(**GO).token_ids == wanted
+
+
+@pytest.mark.parametrize("tight", ["dense", "window", "moe"], indirect=True)
+def test_a_request_beside_one_that_cannot_be_computed_again(tight: Tight) -> None:
+    """It gives way with its mark, which holds all that it has, and comes back."""
+    prompt, more = HERE[::-1][:40], [8] * 4
+    with tight.llm.session() as session:
+        session.append(HERE[:48]).remove(4, 8)
+        session.checkpoint("here")
+        wanted = session.append(more).logits()
+        session.rewind("here")
+        with tight.llm.stream(prompt, **GO) as stream:
+            assert np.array_equal(session.append(more).logits(), wanted)
+            assert "".join(stream) and stream.completion.token_ids == tight.alone(prompt)
 
 
 def test_what_does_not_fit_alone_fails_as_it_did(tight: Tight) -> None:
