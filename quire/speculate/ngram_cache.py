@@ -7,7 +7,7 @@ import os
 import struct
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -22,9 +22,11 @@ _HEADER = struct.Struct("<IIQI")  # vocabulary, n, entries, CRC-32 of what follo
 _MOST_N = 16
 
 
-def _token_lists(texts: Iterable[Iterable[int]]) -> list[list[int]]:
+def _token_lists(texts: Iterable[Iterable[int]]) -> Iterator[list[int]]:
+    """One after the other: together they may be more than fits memory."""
     try:
-        return [list(map(operator.index, tokens)) for tokens in texts]
+        for tokens in texts:
+            yield list(map(operator.index, tokens))
     except TypeError as error:
         raise RequestError(f"n-grams are made of lists of token ids: {error}") from error
 

@@ -348,6 +348,14 @@ def test_cache_files(pair, tmp_path) -> None:
             cache.save(nowhere)
 
 
+def test_texts_of_n_grams_are_read_one_after_the_other() -> None:
+    """All of them may be more than memory holds."""
+    unread = iter([[1, 2], [99], [3, 4]])
+    with pytest.raises(RequestError, match="outside a vocabulary"):
+        NgramCache.build(unread, 64)
+    assert list(unread) == [[3, 4]]
+
+
 def test_a_cache_drafts_where_the_text_is_new(always, pair) -> None:
     llm, _ = pair
     prompt = llm.encode("q")
