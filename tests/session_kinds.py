@@ -45,5 +45,5 @@ def tight(kind: str, rng: random.Random, weight_bytes: int) -> dict[str, Any]:
         else:
             swap = rng.choice([0, "600KB", "2MB", "1GiB", "1GiB"])
     else:
-        room = {"kv_cache_tokens": rng.choice([112, 176, 176, 256, 400])}
+        room = {"kv_cache_tokens": rng.choice([80, 112, 176, 256, 400])}
     return {"swap_space": swap, "n_ctx": N_CTX, "threads": 1, **room}

@@ -120,7 +120,7 @@ class History:
     def start_over(self, sequence: Sequence) -> None:
         """Finds what a sequence that lost its pages need not compute again, but for the last token.
 
-        With its marks it shares pages again, as it did before.
+        With its marks it shares pages again, as it did before; unless that left it no room.
         """
         if sequence.apart:
             sequence.adopt(0, None)
