@@ -12,14 +12,13 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from quire.engine.session_saving import check_notes
 from quire.errors import RequestError
 from quire.types import Behind, Constraint, Grammar, Json, Regex, Sampling, SamplingFields
 
 Stop: TypeAlias = str | Seq[str] | None
 """Texts that end an answer: one, several, or none."""
 _USUAL = Sampling()
-
-
 _LONGEST_SALT = 1024
 
 
@@ -121,12 +120,9 @@ def template_options_of(options: object) -> dict[str, Any]:
 
 def copied_notes(notes: object) -> dict[str, Any]:
     """A session's notes for another session."""
-    if not isinstance(notes, Mapping):
-        raise RequestError(
-            f"a session's notes are values by their names, not a {type(notes).__name__}"
-        )
+    plain = check_notes(notes)
     try:
-        return deepcopy(dict(notes))
+        return deepcopy(plain)
     except RecursionError:
         raise RequestError("the notes are nested too deeply to be copied") from None
     except TypeError as error:

@@ -81,14 +81,20 @@ def _let_go(engine: Engine, held: list[Mark]) -> None:
         engine.history.let_go(marks)
 
 
-def _written(notes: Mapping[str, Any]) -> str:
-    """Notes as text; refused if reading it would not give the same."""
+def check_notes(notes: object) -> dict[str, Any]:
+    """A session's notes, if they are some."""
     if not isinstance(notes, Mapping):
         raise RequestError(
             f"a session's notes are values by their names, not a {type(notes).__name__}"
         )
+    return dict(notes)
+
+
+def _written(notes: Mapping[str, Any]) -> str:
+    """Notes as text; refused if reading it would not give the same."""
+    plain = check_notes(notes)
     try:
-        text = json.dumps(dict(notes), allow_nan=False)
+        text = json.dumps(plain, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"a session's notes must be plain JSON: {error}") from error
     if json.loads(text) != notes:
