@@ -5,11 +5,14 @@ from __future__ import annotations
 import gc
 import threading
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import quire
+from quire.errors import ContextError
+from tests import tiny
 from tests.model_folders import MODELS
 
 torch = pytest.importorskip("torch")
@@ -74,6 +77,39 @@ def test_a_draft_model_changes_nothing() -> None:
             for _ in range(2):  # the second finds the prompt, and drafts from the first token on
                 found = llm.generate(ids, max_tokens=48, ignore_eos=True, speculate=draft, **way)
                 assert found.token_ids == wanted, way
+
+
+@pytest.mark.gpu
+def test_whoever_shares_a_budget_follows_it(tmp_path: Path) -> None:
+    """Contexts that nobody fixed, and slabs, whichever of the models was told."""
+    whole = 16_384  # tokens of 32 KiB: sixteen slabs
+    sizes = tiny.Tiny(layers=8, heads=8, kv_heads=8, head_dim=128, context=whole)
+    tiny.write(tmp_path / "m.gguf", sizes)
+    ids = [(7 * i + 3) % 250 + 5 for i in range(12_000)]
+    with (
+        quire.load(tmp_path / "m.gguf", device="cuda", memory_budget="640MiB") as llm,
+        quire.load(tmp_path / "m.gguf", beside=llm, n_ctx=64) as fixed,
+        quire.load(tmp_path / "m.gguf", beside=llm) as other,
+    ):
+        wanted = fixed.generate(ids[:40], max_tokens=9, ignore_eos=True).token_ids
+        for first, second in ((llm, other), (other, llm)):
+            first.resize("2GiB")
+            assert llm.n_ctx == other.n_ctx == whole and fixed.n_ctx == 64
+            for one in (first, second):
+                assert len(one.generate(ids, max_tokens=9, ignore_eos=True).token_ids) == 9
+                one.forget()
+            first.resize("400MiB")
+            assert 0 < other.n_ctx < len(ids) and 0 < llm.n_ctx < len(ids) and fixed.n_ctx == 64
+            assert llm.budget.whole.used <= 400 << 20
+            with pytest.raises(ContextError):
+                second.generate(ids, max_tokens=9)
+            for one in (llm, fixed, other):
+                found = one.generate(ids[:40], max_tokens=9, ignore_eos=True)
+                assert found.token_ids == wanted
+        other.close()
+        llm.resize("1GiB")
+        assert llm.n_ctx == whole
+        llm.memory.audit()
 
 
 def test_nobody_waits_for_the_gpu_while_somebody_records(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,13 +187,19 @@ def test_two_models_on_one_budget(tmp_path: Path) -> None:
         assert made.token_ids == llm.generate([5, 6, 7], max_tokens=8, ignore_eos=True).token_ids
 
 
-def test_whoever_shares_a_budget_follows_it(tmp_path: Path) -> None:
+@pytest.mark.host
+@pytest.mark.parametrize("granule", [4 << 10, 128 << 10])
+def test_whoever_shares_a_budget_follows_it(
+    granule: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Contexts that nobody fixed, and pools, whichever of the models was told."""
+    monkeypatch.setattr(host, "_GRANULE", granule)
+    monkeypatch.setattr(host.HostDevice, "granularity", granule)
     tiny.write(tmp_path / "m.gguf", tiny.Tiny(context=2048))
     with quire.load(tmp_path / "m.gguf") as roomy:
         weights = roomy.model.weight_bytes
         page = 16 * roomy.memory.stats["attention"]["bytes_per_token"]
-    small = 3 * weights + 20 * page + (1 << 16)
+    small = 3 * weights + 20 * page + (1 << 16) + granule
     with (
         quire.load(tmp_path / "m.gguf", threads=1, memory_budget=small) as llm,
         quire.load(tmp_path / "m.gguf", threads=1, beside=llm, n_ctx=64) as fixed,
