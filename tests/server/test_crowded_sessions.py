@@ -84,9 +84,13 @@ class Crowd:
 
     async def _check(self, own: str) -> None:
         """A fork that nobody else uses says what its tokens make any model say."""
-        fork = await self._ask("POST", f"/v1/sessions/{self.dice.choice(IDS)}/fork", {"id": own})
-        if fork[0] != 201:
-            return
+        for one in self.dice.sample(IDS, len(IDS)):
+            if (await self._ask("POST", f"/v1/sessions/{one}/fork", {"id": own}))[0] == 201:
+                break
+        else:  # none is there that nobody else uses
+            begin = {"id": own, "prompt": [300] * 60}
+            if (await self._ask("POST", "/v1/sessions", begin, also=400))[0] != 201:
+                return
         if self.dice.random() < 0.5:
             await self._ask("POST", f"/v1/sessions/{own}/save")
             await self._ask("DELETE", f"/v1/sessions/{own}")
