@@ -127,14 +127,16 @@ class WordSplitter:
 
     def split(self, text: str) -> list[str]:
         """All words at once."""
-        collapsed = real = text
-        if not text.isascii():
-            collapsed = text.translate(cased_stand_ins() if self._cased else stand_ins())
-            real = text if self._cased else self._wide_spaces.sub(STAND_INS["W"], text)
+        if text.isascii():
+            words = [text]
+            for splitter, _ in self._steps:
+                words = [part for word in words for part in splitter(word) if part]
+            return words
+        collapsed = text.translate(cased_stand_ins() if self._cased else stand_ins())
+        real = text if self._cased else self._wide_spaces.sub(STAND_INS["W"], text)
         lengths = [len(text)]
         for splitter, on_collapsed in self._steps:
-            view = collapsed if on_collapsed else real
-            pieces = [view] if len(lengths) == 1 else _cut(view, lengths)
+            pieces = _cut(collapsed if on_collapsed else real, lengths)
             lengths = [len(part) for piece in pieces for part in splitter(piece) if part]
         return _cut(text, lengths)
 

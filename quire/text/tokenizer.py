@@ -6,6 +6,7 @@ import operator
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -125,12 +126,15 @@ class Tokenizer:
             raise TokenizerError(
                 f"the text has a lone surrogate at position {error.start} and cannot be encoded"
             ) from None
-        ids: list[int] = []
-        for some in self._encoder.encode(text, add_special, parse_special, max_tokens):
-            ids.extend(some)
-            if max_tokens is not None and len(ids) > _COUNTED * max_tokens:
-                raise too_long(f"more than {len(ids)} tokens", max_tokens)
-        if max_tokens is not None and len(ids) > max_tokens:
+        every = chain.from_iterable(
+            self._encoder.encode(text, add_special, parse_special, max_tokens)
+        )
+        if max_tokens is None:
+            return list(every)
+        ids = list(islice(every, _COUNTED * max_tokens + 1))
+        if len(ids) > _COUNTED * max_tokens:
+            raise too_long(f"more than {_COUNTED * max_tokens} tokens", max_tokens)
+        if len(ids) > max_tokens:
             raise too_long(f"{len(ids)} tokens", max_tokens)
         return ids
 
