@@ -13,7 +13,7 @@ from quire import config
 from quire.cli.conversation import Conversation
 from quire.cli.drafts import drafts_from
 from quire.cli.flags import Command, in_flags
-from quire.cli.human import size_text
+from quire.cli.human import plural, size_text
 from quire.cli.options import (
     load_from,
     model_options,
@@ -63,9 +63,12 @@ def obey(conversation: Conversation, line: str) -> bool:
             names = (f"branch-{i}" for i in count_from(1))
             conversation.fork(argument or next(n for n in names if n not in conversation.branches))
             click.echo(f"now in {conversation.name}; the other stays as it is")
+        case "/switch" if not argument:
+            known = ", ".join(conversation.branches)
+            note(f"/switch needs the name of a branch; there are {known}")
         case "/switch":
             conversation.switch(argument)
-            click.echo(f"now in {conversation.name}, {conversation.exchanges} exchanges")
+            click.echo(f"now in {conversation.name}, {plural(conversation.exchanges, 'exchange')}")
         case "/branches":
             for known in conversation.branches:
                 click.echo(f"{'*' if known == conversation.name else ' '} {known}")
@@ -73,14 +76,14 @@ def obey(conversation: Conversation, line: str) -> bool:
             note(f"{name} needs the name of a file")
         case "/save":
             conversation.save(argument)
-            click.echo(f"saved {conversation.exchanges} exchanges")
+            click.echo(f"saved {plural(conversation.exchanges, 'exchange')}")
         case "/load":
             conversation.load(argument)
-            click.echo(f"loaded {conversation.exchanges} exchanges")
+            click.echo(f"loaded {plural(conversation.exchanges, 'exchange')}")
         case "/clear":
-            dropped = conversation.exchanges
+            dropped = plural(conversation.exchanges, "exchange")
             conversation.clear()
-            click.echo(f"cleared; {dropped} exchanges are forgotten")
+            click.echo(f"cleared; forgot {dropped}")
         case "/memory":
             click.echo(str(conversation.llm.memory))
         case "/help":

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import quire
 from quire.api.requests import Speculate
-from quire.errors import QuireError, RequestError
+from quire.cli.human import plural
+from quire.errors import ContextError, QuireError, RequestError
 from quire.types import Completion, Sampling
 
 Message = dict[str, str]
@@ -22,6 +24,8 @@ class Branch:
     session: quire.Session
     seen: str = ""
     """The session's tokens as text, answers as they were generated."""
+    ends: list[tuple[int, int]] = field(default_factory=list)
+    """Where the last exchanges end in the session and in that text, as far as it only grew."""
 
     @property
     def n_start(self) -> int:
@@ -73,13 +77,23 @@ class Conversation:
             self.branch.seen += answer + self._end()
         except QuireError:
             messages.pop()
-            self.branch.seen = ""  # the session may have part of an answer
+            self._lose_track()  # the session may have part of an answer
             raise
         except (KeyboardInterrupt, GeneratorExit):
             messages.append({"role": "assistant", "content": answer})
             self.branch.seen += answer
+            self._mark_end()
             raise
         messages.append({"role": "assistant", "content": answer})
+        self._mark_end()
+
+    def _mark_end(self) -> None:
+        self.branch.ends.append((self.branch.session.position, len(self.branch.seen)))
+
+    def _lose_track(self) -> None:
+        """Has the next message compared with the session, token by token."""
+        self.branch.seen = ""
+        self.branch.ends.clear()
 
     def _end(self) -> str:
         """What the model ended its turn with."""
@@ -93,7 +107,9 @@ class Conversation:
         if branch.seen and text.startswith(branch.seen):
             new = self.llm.encode(text[len(branch.seen) :], add_special=False)
         else:
+            branch.ends.clear()
             new = self._from_common(self.llm.text_tokens(text))
+        branch.seen = ""  # until it is there: an interrupt may come between the two
         branch.session.append(new)
         branch.seen = text
 
@@ -109,18 +125,35 @@ class Conversation:
 
     def rewind(self, count: int) -> None:
         """Takes back the last exchanges."""
-        if not 1 <= count <= self.exchanges:
-            raise RequestError(
-                f"there are {self.exchanges} exchanges; {count} cannot be taken back"
-            )
-        del self.branch.messages[-2 * count :]
+        self._check_count(count, "taken back")
+        here = self.branch
+        if not here.seen or len(here.ends) <= count:
+            return self._keep(here.messages[: -2 * count])
+        position, length = here.ends[-count - 1]
+        seen, here.seen = here.seen[:length], ""
+        if position < here.session.position:
+            here.session.rewind(position - here.session.position)
+        here.seen = seen
+        del here.ends[-count:], here.messages[-2 * count :]
 
     def forget(self, count: int) -> None:
         """Drops the oldest exchanges, which makes room; what follows is computed again."""
+        self._check_count(count, "forgotten")
+        messages, start = self.branch.messages, self.branch.n_start
+        self._keep(messages[:start] + messages[start + 2 * count :])
+
+    def _check_count(self, count: int, what: str) -> None:
         if not 1 <= count <= self.exchanges:
-            raise RequestError(f"there are {self.exchanges} exchanges; {count} cannot be forgotten")
-        start = self.branch.n_start
-        del self.branch.messages[start : start + 2 * count]
+            had = plural(self.exchanges, "exchange")
+            raise RequestError(f"{count} cannot be {what}: the conversation has {had}")
+
+    def _keep(self, messages: list[Message]) -> None:
+        """Holds these messages and no others: what only the rest needs leaves the session too."""
+        self._lose_track()
+        with suppress(ContextError):  # nearly full: then it is the next message that goes back
+            text = self.llm.chat_text([*messages, {"role": "user", "content": ""}])
+            self._from_common(self.llm.text_tokens(text))
+        self.branch.messages = messages
 
     def clear(self) -> None:
         """Starts anew in this branch."""
@@ -128,7 +161,7 @@ class Conversation:
         del here.messages[here.n_start :]
         if here.session.position:
             here.session.rewind(-here.session.position)
-        here.seen = ""
+        self._lose_track()
 
     def fork(self, name: str) -> None:
         """Goes on in a new branch; the present one stays as it is."""
@@ -136,7 +169,7 @@ class Conversation:
             raise RequestError(f"there is a branch {name!r} already; choose another name")
         here = self.branch
         messages = [dict(message) for message in here.messages]
-        self.branches[name] = Branch(messages, here.session.fork(), here.seen)
+        self.branches[name] = Branch(messages, here.session.fork(), here.seen, [*here.ends])
         self.name = name
 
     def switch(self, name: str) -> None:

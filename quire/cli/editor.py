@@ -40,7 +40,8 @@ class Editor:
         return self._session.prompt(default=begun)
 
     def _toolbar(self) -> str:
-        return f" {self._status()}{' · ' if self._hint else ''}{self._hint}"
+        # The hint first: it is the newest, and a narrow terminal cuts the end.
+        return f" {self._hint}{' · ' if self._hint else ''}{self._status()}"
 
     def _keys(self) -> KeyBindings:
         keys = KeyBindings()

@@ -11,6 +11,11 @@ def size_text(n: int) -> str:
     return f"{n} B"
 
 
+def plural(n: int, what: str) -> str:
+    """So many of something."""
+    return f"{n:,} {what}{'' if n == 1 else 's'}"
+
+
 def decimal_text(n: int) -> str:
     """A number as files and models are counted, up to its unit."""
     for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):

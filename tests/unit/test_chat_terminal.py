@@ -40,7 +40,7 @@ def test_a_paste_is_one_message_whatever_its_length(path: str, tmp_path: Path) -
         before = t.wait("tokens/s")  # the model has a token for each byte
         assert any(f"{n:,} of 16,384" in before for n in range(len(text) + 20, len(text) + 60))
         t.type("/rewind 2\r")
-        t.wait("there are 1 exchanges")
+        t.wait("2 cannot be taken back: the conversation has 1 exchange")
         t.type("/quit\r")
         assert t.ended() == 0
     kept = (tmp_path / "quire" / "chat_history").read_text()
@@ -60,7 +60,7 @@ def test_ctrl_c_empties_the_line_and_history_comes_back(path: str, tmp_path: Pat
         t.type("/rewind\r")
         t.wait("took back 1; 0 left")  # nothing was sent, nothing is lost
         t.type("/clear\r")
-        t.wait("cleared; 0 exchanges")
+        t.wait("cleared; forgot 0 exchanges")
         t.wait("of 16,384 tokens")
         assert t.leave() == 0
     with chat(path, tmp_path) as t:

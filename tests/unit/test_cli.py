@@ -135,6 +135,37 @@ def test_a_conversation_that_starts_anew_holds_nothing(name: str, tmp_path: Path
         talk.close()
 
 
+@pytest.mark.parametrize("name", ["tiny-dense", "tiny-recurrent", "lfm2"])
+@pytest.mark.parametrize("system", [None, "Be kind."])
+def test_what_is_taken_back_is_gone_at_once(name: str, system: str | None, tmp_path: Path) -> None:
+    """From memory, from the status line and from a file that is saved then."""
+    with quire.load(model_folder(name, tmp_path)) as llm:
+        talk = Conversation(llm, quire.Sampling(max_tokens=5, ignore_eos=True), system)
+        "".join(talk.say("hello there"))
+        one = talk.branch.session.position
+        second = "".join(talk.say("a secret"))
+        talk.rewind(1)
+        held = llm.decode(talk.branch.session.tokens)
+        assert 0 < talk.branch.session.position < one + 8 and "secret" not in held
+        talk.save(str(tmp_path / "talk.quire"))
+        talk.load(str(tmp_path / "talk.quire"))
+        assert "".join(talk.say("a secret")) == second
+        talk.forget(1)
+        assert "hello" not in llm.decode(talk.branch.session.tokens)
+        assert "".join(talk.say("and on")) and talk.exchanges == 2
+        talk.close()
+
+
+def test_a_conversation_without_room_for_another_word_goes_back(path: str) -> None:
+    with quire.load(path, n_ctx=128) as llm:
+        talk = Conversation(llm, quire.Sampling(max_tokens=256, ignore_eos=True))
+        "".join(talk.say("hello"))
+        assert talk.branch.session.position == llm.n_ctx
+        talk.rewind(1)
+        assert talk.exchanges == 0 and "".join(talk.say("hello"))
+        talk.close()
+
+
 def test_show_tells_formats_and_kernels(path: str) -> None:
     facts = json.loads(run("show", path, "--json").stdout)
     assert facts["architecture"] == "llama" and "F32" in facts["formats"]
