@@ -17,6 +17,8 @@ MOST_CHOICES = 128
 MOST_TOPS = 100
 _MOST_STOPS, _MOST_STOP_TEXT = 256, 8192
 _MOST = 2**31 - 1
+_PLAIN = Sampling(temperature=1.0)
+"""How OpenAI chooses tokens of a request that does not say."""
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -93,17 +95,19 @@ class Common(msgspec.Struct, kw_only=True):
             raise ApiError(400, f"stop has at most {most}", param="stop")
         return tuple(s for s in found if s)
 
-    def sampling(self, max_tokens: int | None, logprobs: int | None) -> Sampling:
-        """How tokens are chosen; OpenAI's defaults."""
+    def sampling(
+        self, max_tokens: int | None, logprobs: int | None, default: Sampling = _PLAIN
+    ) -> Sampling:
+        """How tokens are chosen; what the request does not say is as in the default."""
         seed = self.seed
-        return Sampling(
-            temperature=_or(self.temperature, 1.0),
-            top_p=_or(self.top_p, 1.0),
-            top_k=max(_or(self.top_k, 0), 0),
-            min_p=_or(self.min_p, 0.0),
-            repetition_penalty=_or(self.repetition_penalty, 1.0),
-            presence_penalty=_or(self.presence_penalty, 0.0),
-            frequency_penalty=_or(self.frequency_penalty, 0.0),
+        return default.replace(
+            temperature=_or(self.temperature, default.temperature),
+            top_p=_or(self.top_p, default.top_p),
+            top_k=max(_or(self.top_k, default.top_k), 0),
+            min_p=_or(self.min_p, default.min_p),
+            repetition_penalty=_or(self.repetition_penalty, default.repetition_penalty),
+            presence_penalty=_or(self.presence_penalty, default.presence_penalty),
+            frequency_penalty=_or(self.frequency_penalty, default.frequency_penalty),
             seed=None if seed is None or seed == -1 else seed % 2**64,
             max_tokens=_MOST if max_tokens is None else max_tokens,
             logprobs=logprobs,

@@ -97,7 +97,7 @@ async def _begun(request: Request, body: ChatBody) -> Turn:
     for old, new in (("functions", "tools"), ("function_call", "tool_choice")):
         if getattr(body, old):
             raise ApiError(400, f"{old} is not read any more: send it as {new}", param=old)
-    sampling = body.sampling(body.most_tokens, body.tops)
+    body.sampling(body.most_tokens, body.tops)  # refused before it waits for a model
     n, stops, constraint, salt = body.choices, body.stops(), body.constraint(), body.salt
     model = await asked_model(request, body)
 
@@ -109,6 +109,7 @@ async def _begun(request: Request, body: ChatBody) -> Turn:
         )  # fmt: skip
         with worded({"constraint": body.constraint_in or "constraint"}):
             form = prompt.only(constraint)
+        sampling = body.sampling(body.most_tokens, body.tops, llm.chat_sampling)
         return Ask(
             model, [prompt.tokens], sampling, n, (*stops, *prompt.stop), form,
             body.constraint_in or "tools", salt, request.scope["quire.key"],

@@ -27,7 +27,7 @@ from quire.server.wire import JSON, as_json, read_as
 from quire.text.answers import Answer
 from quire.types import TokenLogprob
 
-_DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
+_DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.0}
 _NAMES = {"repeat_penalty": "repetition_penalty", "num_predict": "max_tokens"}
 _WORDS = {ours: theirs for theirs, ours in _NAMES.items()} | {"response_format": "format"}
 _TAKEN = (

@@ -74,8 +74,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
         """What a response repeats of its request."""
         return {
             "instructions": self.instructions, "max_output_tokens": self.max_output_tokens,
-            "temperature": 1.0 if self.temperature is None else self.temperature,
-            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "temperature": self.temperature, "top_p": self.top_p,
             "tools": self.tools or [], "tool_choice": self.tool_choice or "auto",
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "text": self.text or {"format": {"type": "text"}}, "metadata": self.metadata or {},

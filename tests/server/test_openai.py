@@ -81,6 +81,15 @@ def test_seed_repeats_and_choices_differ(rig: Rig) -> None:
     assert first == again and len(set(first)) > 1
 
 
+def test_chats_sample_as_the_models_makers_say(rig: Rig) -> None:
+    """As `llm.chat` does; a field that is given replaces theirs."""
+    talk = turns("Hello there")
+    for given in ({}, {"temperature": 1.5}, {"temperature": 1.5, "top_k": 0, "min_p": 0.0}):
+        wanted = rig.llm.chat(talk, seed=7, max_tokens=16, **given).text
+        made = rig.post("/v1/chat/completions", messages=talk, seed=7, max_tokens=16, **given)
+        assert made["choices"][0]["message"]["content"] == wanted
+
+
 def test_stop_ends_before_its_text(rig: Rig) -> None:
     whole = rig.complete(STORY, 24)["choices"][0]["text"]
     stop = whole[8:12]
