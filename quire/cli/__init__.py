@@ -15,7 +15,7 @@ from quire.cli.flags import in_flags
 from quire.errors import QuireError
 
 _COMMANDS = {
-    "run": "Continue a prompt.",
+    "run": "Answer a prompt.",
     "chat": "Talk with a model.",
     "serve": "Serve models over HTTP.",
     "ps": "Tell what a running server holds.",

@@ -10,18 +10,18 @@ from typing import Any
 import click
 
 from quire import config
-from quire.cli.conversation import Conversation
+from quire.cli.conversation import Conversation, Talk
 from quire.cli.drafts import drafts_from
 from quire.cli.flags import Command, in_flags
-from quire.cli.human import plural, size_text
+from quire.cli.human import plural
 from quire.cli.options import (
     load_from,
     model_options,
     sampling_from,
     sampling_options,
 )
-from quire.cli.remote import chat_remotely, or_remote
-from quire.cli.run_command import cut
+from quire.cli.remote import Remote, model_asked, or_remote, sampling_body
+from quire.cli.remote_conversation import RemoteConversation
 from quire.cli.streams import note, shown
 from quire.errors import ContextError, QuireError, RequestError
 
@@ -44,7 +44,7 @@ _SHORT = 500  # characters of a message that do not push everything else off the
 _FULL = "/forget drops the oldest exchanges, /rewind the last, /clear all; -c allows more"
 
 
-def obey(conversation: Conversation, line: str) -> bool:
+def obey(conversation: Talk, line: str) -> bool:
     """Does what a line with a slash says; False ends the conversation."""
     name, _, argument = line.partition(" ")
     argument = argument.strip()
@@ -85,7 +85,7 @@ def obey(conversation: Conversation, line: str) -> bool:
             conversation.clear()
             click.echo(f"cleared; forgot {dropped}")
         case "/memory":
-            click.echo(str(conversation.llm.memory))
+            click.echo(conversation.memory())
         case "/help":
             click.echo(f"{_HELP}\n{_KEYS}")
         case _:
@@ -99,11 +99,17 @@ def _number(name: str, argument: str, default: int) -> int:
     return int(argument or default)
 
 
+def _remotely(server: Remote, options: dict[str, Any]) -> None:
+    """`quire chat --url`."""
+    model, system = model_asked(options), options["system"]
+    _talk(RemoteConversation(server, sampling_body(options), model, system))
+
+
 @click.command("chat", cls=Command)
 @model_options
 @sampling_options
 @click.option("--system", help="What the model is told at the start.")
-@or_remote(chat_remotely)
+@or_remote(_remotely)
 def command(**options: Any) -> None:
     """Talk with a model; /help lists what else a line can be.
 
@@ -119,24 +125,30 @@ def command(**options: Any) -> None:
                 'quire run --raw "Once upon a time" goes on with a text'
             )
         sampling = llm.chat_sampling.replace(**fields)
-        conversation = Conversation(llm, sampling, system, drafts)
+        _talk(Conversation(llm, sampling, system, drafts))
+
+
+def _talk(conversation: Talk) -> None:
+    """A conversation from its first line to its last."""
+    try:
         if sys.stdin.isatty() and sys.stdout.isatty():
             _with_person(conversation)
         else:
             _with_lines(conversation)
+    finally:
         conversation.close()
 
 
-def _with_lines(conversation: Conversation) -> None:
+def _with_lines(conversation: Talk) -> None:
     """Every line is a message; an interrupt ends it all."""
     for line in sys.stdin:
         if line.strip() and _turn(conversation, line.strip()) is None:
             return
 
 
-def _with_person(conversation: Conversation) -> None:
-    llm, read, begun = conversation.llm, _reader(conversation), ""
-    note(f"{llm.path.name} on {llm.ops.name}. /help for commands, Ctrl-D to leave.", dim=True)
+def _with_person(conversation: Talk) -> None:
+    read, begun = _reader(conversation), ""
+    note(f"{conversation.title}. /help for commands, Ctrl-D to leave.", dim=True)
     while True:
         try:
             line = read(begun).strip()
@@ -157,7 +169,7 @@ def _with_person(conversation: Conversation) -> None:
             note("your message is an arrow up")
 
 
-def _reader(conversation: Conversation) -> Callable[[str], str]:
+def _reader(conversation: Talk) -> Callable[[str], str]:
     """What reads a message, given how it begins."""
     if config.dumb_terminal():
         return lambda begun: input("> ")
@@ -167,24 +179,10 @@ def _reader(conversation: Conversation) -> Callable[[str], str]:
         return list(conversation.branches) if command == "/switch" else ()
 
     history = config.cache_folder() / "chat_history"
-    return Editor(list(_COMMANDS), places, lambda: status(conversation), history).read
+    return Editor(list(_COMMANDS), places, conversation.status, history).read
 
 
-def status(conversation: Conversation) -> str:
-    """What a conversation takes, in one line."""
-    llm, last = conversation.llm, conversation.last
-    parts = [
-        f"{conversation.branch.session.position:,} of {llm.n_ctx:,} tokens",
-        size_text(llm.budget.used),
-    ]
-    if last is not None and last.timings.decoded_tokens:
-        parts.append(f"{last.timings.decode_tokens_per_s:.0f} tokens/s")
-    if len(conversation.branches) > 1:
-        parts.append(f"in {conversation.name}")
-    return " · ".join(parts)
-
-
-def _turn(conversation: Conversation, line: str) -> bool | None:
+def _turn(conversation: Talk, line: str) -> bool | None:
     """One line of a person: whether it was answered; None ends the conversation."""
     try:
         if line.startswith("/"):
@@ -198,8 +196,8 @@ def _turn(conversation: Conversation, line: str) -> bool | None:
     except QuireError as error:
         note(f"quire: {in_flags(str(error))}")
         return False
-    if conversation.last is not None and conversation.last.finish_reason == "length":
-        note(f"quire: {cut(conversation.last, conversation.sampling)}")
-        if conversation.branch.session.position >= conversation.llm.n_ctx:
+    if told := conversation.cut():
+        note(f"quire: {told}")
+        if conversation.full:
             note(_FULL)
     return True

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import quire
 from quire.api.requests import Speculate
-from quire.cli.human import plural
+from quire.cli.human import plural, size_text
+from quire.cli.streams import cut
 from quire.errors import ContextError, QuireError, RequestError
 from quire.types import Completion, Sampling
 
@@ -33,6 +34,34 @@ class Branch:
         return int(self.messages[:1] != [] and self.messages[0]["role"] == "system")
 
 
+class Talk(Protocol):
+    """What a person at a terminal talks with: a model that is loaded here, or a server."""
+
+    name: str
+    """The branch where the conversation is."""
+
+    @property
+    def branches(self) -> Iterable[str]: ...
+    @property
+    def title(self) -> str: ...
+    @property
+    def exchanges(self) -> int: ...
+    @property
+    def full(self) -> bool: ...
+    def say(self, text: str, /) -> Iterator[str]: ...
+    def cut(self) -> str | None: ...
+    def rewind(self, count: int, /) -> None: ...
+    def forget(self, count: int, /) -> None: ...
+    def clear(self) -> None: ...
+    def fork(self, name: str, /) -> None: ...
+    def switch(self, name: str, /) -> None: ...
+    def save(self, path: str, /) -> None: ...
+    def load(self, path: str, /) -> None: ...
+    def status(self) -> str: ...
+    def memory(self) -> str: ...
+    def close(self) -> None: ...
+
+
 class Conversation:
     """What was said so far with a model, in one or more branches that share their past."""
 
@@ -43,11 +72,15 @@ class Conversation:
         self.llm = llm
         self.sampling = sampling
         self.speculate = speculate
-        self.last: Completion | None = None
-        """What the last answer came to."""
+        self._last: Completion | None = None  # what the last answer came to
         start = [{"role": "system", "content": system}] if system else []
         self.branches = {"main": Branch(start, llm.session())}
         self.name = "main"
+
+    @property
+    def title(self) -> str:
+        """Who answers."""
+        return f"{self.llm.path.name} on {self.llm.ops.name}"
 
     @property
     def branch(self) -> Branch:
@@ -58,6 +91,34 @@ class Conversation:
     def exchanges(self) -> int:
         """How many questions were answered."""
         return (len(self.branch.messages) - self.branch.n_start) // 2
+
+    @property
+    def full(self) -> bool:
+        """Whether the context has no room left."""
+        return self.branch.session.position >= self.llm.n_ctx
+
+    def cut(self) -> str | None:
+        """Why the last answer has no end, if it has none."""
+        if self._last is None or self._last.finish_reason != "length":
+            return None
+        return cut(len(self._last.token_ids), self.sampling.max_tokens)
+
+    def status(self) -> str:
+        """What the conversation takes, in one line."""
+        llm, last = self.llm, self._last
+        parts = [
+            f"{self.branch.session.position:,} of {llm.n_ctx:,} tokens",
+            size_text(llm.budget.used),
+        ]
+        if last is not None and last.timings.decoded_tokens:
+            parts.append(f"{last.timings.decode_tokens_per_s:.0f} tokens/s")
+        if len(self.branches) > 1:
+            parts.append(f"in {self.name}")
+        return " · ".join(parts)
+
+    def memory(self) -> str:
+        """What memory holds."""
+        return str(self.llm.memory)
 
     def say(self, text: str) -> Iterator[str]:
         """One exchange, the answer piece by piece; a failed one leaves no trace.
@@ -73,7 +134,7 @@ class Conversation:
             for piece in stream:
                 answer += piece
                 yield piece
-            self.last = stream.completion
+            self._last = stream.completion
             self.branch.seen += answer + self._end()
         except QuireError:
             messages.pop()
@@ -125,7 +186,7 @@ class Conversation:
 
     def rewind(self, count: int) -> None:
         """Takes back the last exchanges."""
-        self._check_count(count, "taken back")
+        check_count(count, self.exchanges, "taken back")
         here = self.branch
         if not here.seen or len(here.ends) <= count:
             return self._keep(here.messages[: -2 * count])
@@ -138,14 +199,9 @@ class Conversation:
 
     def forget(self, count: int) -> None:
         """Drops the oldest exchanges, which makes room; what follows is computed again."""
-        self._check_count(count, "forgotten")
+        check_count(count, self.exchanges, "forgotten")
         messages, start = self.branch.messages, self.branch.n_start
         self._keep(messages[:start] + messages[start + 2 * count :])
-
-    def _check_count(self, count: int, what: str) -> None:
-        if not 1 <= count <= self.exchanges:
-            had = plural(self.exchanges, "exchange")
-            raise RequestError(f"{count} cannot be {what}: the conversation has {had}")
 
     def _keep(self, messages: list[Message]) -> None:
         """Holds these messages and no others: what only the rest needs leaves the session too."""
@@ -165,8 +221,7 @@ class Conversation:
 
     def fork(self, name: str) -> None:
         """Goes on in a new branch; the present one stays as it is."""
-        if name in self.branches:
-            raise RequestError(f"there is a branch {name!r} already; choose another name")
+        check_new(name, self.branches)
         here = self.branch
         messages = [dict(message) for message in here.messages]
         self.branches[name] = Branch(messages, here.session.fork(), here.seen, [*here.ends])
@@ -174,9 +229,7 @@ class Conversation:
 
     def switch(self, name: str) -> None:
         """Goes to another branch."""
-        if name not in self.branches:
-            known = ", ".join(self.branches)
-            raise RequestError(f"there is no branch {name!r}; there are {known}")
+        check_known(name, self.branches)
         self.name = name
 
     def save(self, path: str) -> None:
@@ -199,6 +252,25 @@ class Conversation:
         """Gives all pages back."""
         for branch in self.branches.values():
             branch.session.close()
+
+
+def check_count(count: int, exchanges: int, what: str) -> None:
+    """Refuses more exchanges than there are."""
+    if not 1 <= count <= exchanges:
+        had = plural(exchanges, "exchange")
+        raise RequestError(f"{count} cannot be {what}: the conversation has {had}")
+
+
+def check_new(name: str, branches: Iterable[str]) -> None:
+    """Refuses the name of a branch that there is."""
+    if name in branches:
+        raise RequestError(f"there is a branch {name!r} already; choose another name")
+
+
+def check_known(name: str, branches: Iterable[str]) -> None:
+    """Refuses the name of a branch that there is not."""
+    if name not in branches:
+        raise RequestError(f"there is no branch {name!r}; there are {', '.join(branches)}")
 
 
 def _messages(noted: Any) -> list[Message] | None:

@@ -17,8 +17,11 @@ _PATIENCE_S = 2.0  # for input that may come beside a prompt, or never
 _MOST_BYTES = 64 << 20
 
 
-def whole_prompt(prompt: str | None, file: str | None) -> str:
-    """Prompt, file and standard input, those that there are, with a blank line between them."""
+def whole_prompt(prompt: str | None, asked: str | None, file: str | None) -> str:
+    """Prompt (in either way), file and standard input, with a blank line between them."""
+    if prompt is not None and asked is not None:
+        raise RequestError("there are two prompts, PROMPT and -p; give one")
+    prompt = asked if prompt is None else prompt
     from_input = "-" in (prompt, file)
     parts = [prompt] if prompt is not None and prompt != "-" else []
     if file is not None and file != "-":

@@ -13,11 +13,20 @@ from urllib.parse import urlsplit
 
 import click
 
+from quire.cli.constraints import constraint_from, structured_outputs
 from quire.cli.options import sampling_from
 from quire.cli.prompt import whole_prompt
+from quire.cli.streams import cut, note, shown
 from quire.errors import RequestError
 
 URL = "http://127.0.0.1:8080"
+_SENT = {
+    "model", "prompt", "asked", "file", "raw", "system", "stop", "json_schema", "grammar",
+    "grammar_file", "regex", "as_json", "n_predict", "temp", "top_k", "top_p", "min_p",
+    "repeat_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "ignore_eos",
+}  # fmt: skip
+"""Options that a server is told of; what else there is to say is said when it starts."""
+_STREAM: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
 
 
 class Remote:
@@ -44,7 +53,7 @@ class Remote:
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[Any]:
         """What a stream gives, one object after the other."""
-        with self._heard(), self._sent("POST", path, {**body, "stream": True}) as answer:
+        with self._heard(), self._sent("POST", path, {**body, **_STREAM}) as answer:
             for line in answer:
                 if line.startswith(b"data: [DONE]"):
                     return
@@ -55,18 +64,21 @@ class Remote:
                     yield told
             raise http.client.HTTPException("there is no end")
 
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        return self._parts.geturl()
+
     @contextmanager
     def _heard(self) -> Iterator[None]:
         """What comes has to be whole, and what a server of this kind says."""
         try:
             yield
         except (OSError, http.client.HTTPException) as error:
-            raise RequestError(
-                f"the answer of {self._parts.geturl()} broke off: {error}; ask again"
-            ) from error
+            raise RequestError(f"the answer of {self.url} broke off: {error}; ask again") from error
         except ValueError as error:
             raise RequestError(
-                f"what answers at {self._parts.geturl()} is no `quire serve`: it sends no JSON"
+                f"what answers at {self.url} is no `quire serve`: it sends no JSON"
             ) from error
 
     def _sent(
@@ -83,7 +95,7 @@ class Remote:
             answer = connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
             raise RequestError(
-                f"no server answers at {self._parts.geturl()}: {error}; start one with: quire serve"
+                f"no server answers at {self.url}: {error}; start one with: quire serve"
             ) from error
         if answer.status >= 400:
             raise RequestError(f"the server says: {_reason(answer)}")
@@ -107,6 +119,7 @@ def or_remote(remote: Callable[..., None]) -> Callable[[Any], Any]:
         def command(*args: Any, url: str | None, api_key: str | None, **options: Any) -> Any:
             if url is None:
                 return function(*args, **options)
+            _check_sent()
             return remote(Remote(url, api_key), options)
 
         return command
@@ -114,107 +127,73 @@ def or_remote(remote: Callable[..., None]) -> Callable[[Any], Any]:
     return wrap
 
 
+def _check_sent() -> None:
+    """Refuses what was asked for and would not be done."""
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        given = context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+        if given and name not in {*_SENT, "url", "api_key"}:
+            flag = max(parameter.opts, key=len)
+            raise RequestError(f"{flag} is not sent to a server; leave it out")
+
+
 def sampling_body(options: dict[str, Any]) -> dict[str, Any]:
     """The options of sampling that were given, as a server reads them."""
-    body: dict[str, Any] = dict(sampling_from(dict(options)))
+    return dict(sampling_from(dict(options)))
+
+
+def model_asked(options: dict[str, Any]) -> dict[str, Any]:
+    """The model, where one was named: a server has a default of its own."""
     source = click.get_current_context().get_parameter_source("model")
-    if source is click.core.ParameterSource.COMMANDLINE:
-        body["model"] = options["model"]
-    return body
+    return {"model": options["model"]} if source is click.core.ParameterSource.COMMANDLINE else {}
 
 
 def run_remotely(server: Remote, options: dict[str, Any]) -> None:
     """`quire run --url`: the answer to a prompt, as it comes."""
-    asked = options["prompt"] if options["asked"] is None else options["asked"]
-    prompt = whole_prompt(asked, options["file"])
-    body = sampling_body(options)
-    if options.get("stop"):
+    prompt = whole_prompt(options["prompt"], options["asked"], options["file"])
+    constraint = constraint_from(options)
+    body = {"temperature": 0.0, **sampling_body(options), **model_asked(options)}
+    if options["stop"]:
         body["stop"] = list(options["stop"])
-    if options.get("regex"):
-        body["structured_outputs"] = {"regex": options["regex"]}
-    for name in ("json_schema", "grammar", "grammar_file", "speculate"):
-        if options.get(name):
-            raise RequestError(f"--{name.replace('_', '-')} is not sent to a server; leave it out")
-    if options.get("raw"):
+    if constraint is not None:
+        body["structured_outputs"] = structured_outputs(constraint)
+    if options["raw"]:
         path, body["prompt"] = "/v1/completions", prompt
     else:
-        told = [{"role": "system", "content": options["system"]}] if options.get("system") else []
+        told = [{"role": "system", "content": options["system"]}] if options["system"] else []
         path = "/v1/chat/completions"
         body["messages"] = [*told, {"role": "user", "content": prompt}]
-    if options.get("as_json"):
-        told = server.ask("POST", path, body)
-        text = "".join(pieces([told]))
-        print(json.dumps({"text": text, **told}))
-        return
-    for piece in pieces(server.stream(path, body)):
-        sys.stdout.write(piece)
+    answer = Answer()
+    if options["as_json"]:
+        made = server.ask("POST", path, body)
+        text = "".join(answer.pieces([made]))
+        print(json.dumps({"text": text, **made}))
+    else:
+        for piece in answer.pieces(server.stream(path, body)):
+            sys.stdout.write(shown(piece))
+            sys.stdout.flush()
+        sys.stdout.write("\n")
         sys.stdout.flush()
-    sys.stdout.write("\n")
+    if answer.reason == "length":
+        note(f"quire: {cut(answer.tokens, body['max_tokens'])}")
+        if constraint is not None:
+            sys.exit(1)
 
 
-def pieces(events: Iterable[Any]) -> Iterator[str]:
-    """The text of answers of either kind, whole or streamed."""
-    for told in events:
-        for choice in told.get("choices", ()):
-            said = choice.get("delta") or choice.get("message") or {}
-            yield choice.get("text") or said.get("content") or ""
+class Answer:
+    """What comes of a request, of either kind, whole or streamed."""
 
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        """Why it ended."""
+        self.tokens = 0
 
-def chat_remotely(server: Remote, options: dict[str, Any]) -> None:
-    """`quire chat --url`: a conversation that lives in a session of the server."""
-    session = server.ask("POST", "/v1/sessions", {})["id"]
-    messages: list[dict[str, str]] = []
-    if options.get("system"):
-        messages.append({"role": "system", "content": options["system"]})
-    first = len(messages)
-    try:
-        while (line := _line()) is not None and line.strip() not in ("/quit", "/exit"):
-            try:
-                _turn(server, session, messages, first, line, options)
-            except RequestError as error:  # the conversation is as it was, and can go on
-                click.echo(f"quire: {error}", err=True)
-    finally:
-        server.ask("DELETE", f"/v1/sessions/{session}")
-
-
-def _turn(
-    server: Remote, session: str, messages: list[dict[str, str]], first: int, line: str,
-    options: dict[str, Any],
-) -> None:  # fmt: skip
-    """Does what a line says; the conversation's own messages begin with the `first`."""
-    match line.split():
-        case []:
-            pass
-        case ["/rewind"]:
-            del messages[max(len(messages) - 2, first) :]
-        case ["/save", name]:
-            told = server.ask("POST", f"/v1/sessions/{session}/save", {"name": name})
-            click.echo(f"saved {told['position']} tokens as {told['name']}", err=True)
-        case ["/memory"]:
-            told = server.ask("GET", f"/v1/sessions/{session}")["memory"]
-            click.echo(json.dumps(told), err=True)
-        case [command, *_] if command.startswith("/"):
-            click.echo("/rewind, /save NAME, /memory, /quit", err=True)
-        case _:
-            _answer(server, session, messages, line, options)
-
-
-def _line() -> str | None:
-    try:
-        return input("> " if sys.stdin.isatty() else "")
-    except EOFError:
-        return None
-
-
-def _answer(
-    server: Remote, session: str, messages: list[dict[str, str]], line: str, options: dict[str, Any]
-) -> None:
-    asked = [*messages, {"role": "user", "content": line}]
-    body = {**sampling_body(options), "messages": asked, "session_id": session}
-    said = ""
-    for piece in pieces(server.stream("/v1/chat/completions", body)):
-        said += piece
-        sys.stdout.write(piece)
-        sys.stdout.flush()
-    sys.stdout.write("\n")
-    messages[:] = [*asked, {"role": "assistant", "content": said}]
+    def pieces(self, events: Iterable[Any]) -> Iterator[str]:
+        """Its text."""
+        for told in events:
+            self.tokens = (told.get("usage") or {}).get("completion_tokens", self.tokens)
+            for choice in told.get("choices", ()):
+                self.reason = choice.get("finish_reason") or self.reason
+                said = choice.get("delta") or choice.get("message") or {}
+                yield choice.get("text") or said.get("content") or ""

@@ -1,15 +1,15 @@
-"""`quire run`: continue a prompt."""
+"""`quire run`: answer a prompt."""
 
 from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import click
 
 import quire
+from quire.cli.constraints import constraint_from
 from quire.cli.drafts import drafts_from
 from quire.cli.flags import Command
 from quire.cli.options import (
@@ -20,10 +20,9 @@ from quire.cli.options import (
 )
 from quire.cli.prompt import whole_prompt
 from quire.cli.remote import or_remote, run_remotely
-from quire.cli.streams import note, shown
+from quire.cli.streams import cut, note, shown
 from quire.errors import RequestError
-from quire.text.gbnf import gbnf_to_lark
-from quire.types import Completion, Constraint, Grammar, Json, Regex, Sampling
+from quire.types import Completion, Sampling
 
 
 @click.command("run", cls=Command)
@@ -59,13 +58,11 @@ def command(prompt: str | None, asked: str | None, file: str | None, **options: 
     without a template, continue the text as it stands. An answer that is cut is told on standard
     error; one that had to fit a schema, grammar or expression ends with status 1 then.
     """
-    if prompt is not None and asked is not None:
-        raise RequestError("there are two prompts, PROMPT and -p; give one")
-    constraint = _constraint(options)
+    constraint = constraint_from(options)
     as_json, raw, system = options.pop("as_json"), options.pop("raw"), options.pop("system")
     stop = options.pop("stop")
     sampling, speculate = Sampling(**sampling_from(options)), options.pop("speculate")
-    text = whole_prompt(prompt if asked is None else asked, file)
+    text = whole_prompt(prompt, asked, file)
     with load_from(options) as llm, drafts_from(speculate, llm) as drafts:
         tokens = _tokens(llm, text, raw, system)
         stream = llm.stream(tokens, sampling, stop=stop, constraint=constraint, speculate=drafts)
@@ -81,18 +78,9 @@ def command(prompt: str | None, asked: str | None, file: str | None, **options: 
             sys.stdout.flush()
             _summary(completion)
     if completion.finish_reason == "length":
-        note(f"quire: {cut(completion, sampling)}")
+        note(f"quire: {cut(len(completion.token_ids), sampling.max_tokens)}")
         if constraint is not None:
             sys.exit(1)
-
-
-def cut(completion: Completion, sampling: Sampling) -> str:
-    """Why an answer has no end, and what to do."""
-    if len(completion.token_ids) >= sampling.max_tokens:
-        return (
-            f"the answer was cut after {sampling.max_tokens} tokens; -n allows more, -1 any number"
-        )
-    return "the answer was cut because the context is full; -c allows more"
 
 
 def _tokens(llm: quire.LLM, text: str, raw: bool, system: str | None) -> list[int]:
@@ -102,35 +90,6 @@ def _tokens(llm: quire.LLM, text: str, raw: bool, system: str | None) -> list[in
         return llm.encode(text)
     messages = [{"role": "system", "content": system}] if system else []
     return llm.chat_tokens([*messages, {"role": "user", "content": text}])
-
-
-def _constraint(options: dict[str, Any]) -> Constraint | None:
-    """What the answer has to fit; takes its own options out of them."""
-    names = ("json_schema", "grammar", "grammar_file", "regex")
-    given = {name: value for name in names if (value := options.pop(name)) is not None}
-    if len(given) > 1:
-        flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise RequestError(f"{flags} exclude each other; give one")
-    for name, value in given.items():
-        match name:
-            case "json_schema":
-                return Json(value if value.lstrip().startswith(("{", "[")) else _read(value))
-            case "grammar":
-                return Grammar(gbnf_to_lark(value))
-            case "grammar_file":
-                return Grammar(gbnf_to_lark(_read(value)))
-            case "regex":
-                return Regex(value)
-    return None
-
-
-def _read(name: str) -> str:
-    try:
-        return Path(name).expanduser().read_text(encoding="utf-8")
-    except OSError as error:
-        raise RequestError(f"{name}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise RequestError(f"{name} is not UTF-8: {error}") from error
 
 
 def _object(completion: Completion, llm: quire.LLM) -> dict[str, Any]:

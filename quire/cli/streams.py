@@ -54,6 +54,13 @@ def shown(text: str) -> str:
     return text.translate(_STEERING) if sys.stdout.isatty() else text
 
 
+def cut(made: int, most: int) -> str:
+    """Why an answer of so many tokens has no end, and what to do."""
+    if made >= most:
+        return f"the answer was cut after {most} tokens; -n allows more, -1 any number"
+    return "the answer was cut because the context is full; -c allows more"
+
+
 def note(text: str, dim: bool = False) -> None:
     """A line on standard error; faint where the terminal can and may show that."""
     click.secho(text, err=True, dim=dim, color=False if config.plain_terminal() else None)

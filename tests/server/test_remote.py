@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import threading
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from quire.cli import main
-from tests.server.rig import Rig, turns
+from quire.cli.remote import Remote
+from quire.cli.remote_conversation import RemoteConversation
+from quire.errors import RequestError
+from tests.server.rig import DENSE, Rig, turns
+from tests.terminal import Terminal
 
 
 def run(*arguments: str, stdin: str | None = None) -> str:
     done = CliRunner().invoke(main, arguments, input=stdin)
     assert done.exit_code == 0, done.output
-    return done.output
+    return done.stdout
 
 
 def test_run(rig: Rig) -> None:
@@ -31,7 +38,46 @@ def test_run(rig: Rig) -> None:
     told = json.loads(run("run", "--url", rig.url, "-n", "4", "--json", "Hello"))
     assert told["usage"]["completion_tokens"] <= 4
     assert told["text"] == told["choices"][0]["message"]["content"]
-    assert run("run", "--url", rig.url, "--regex", "[ab]{2}", "Hello").strip("ab") == "\n"
+
+
+def test_run_is_greedy_and_tells_of_cuts_as_without_a_server(rig: Rig) -> None:
+    asked = ("run", "-n", "8", "Hello there")
+    there = CliRunner().invoke(main, [*asked, "--url", rig.url])
+    here = CliRunner().invoke(main, [*asked, "-m", str(DENSE)])
+    assert there.exit_code == here.exit_code == 0 and there.stdout == here.stdout
+    assert there.stderr == here.stderr and "cut after 8 tokens" in there.stderr
+
+
+FORMS = {
+    "--regex": ("[ab]{2}", r"[ab]{2}"),
+    "--json-schema": ('{"enum": ["yes", "no"]}', '"(yes|no)"'),
+    "--grammar": ('root ::= "yes" | "no"', "yes|no"),
+}
+
+
+@pytest.mark.parametrize("flag", FORMS)
+def test_forms_are_sent(rig: Rig, flag: str) -> None:
+    form, wanted = FORMS[flag]
+    assert re.fullmatch(wanted, run("run", "--url", rig.url, flag, form, "Hello").strip())
+    if flag == "--regex":
+        cut = CliRunner().invoke(main, ["run", "--url", rig.url, flag, "a{9}", "-n", "2", "Hello"])
+        assert cut.exit_code == 1 and "cut after 2 tokens" in cut.stderr
+
+
+@pytest.mark.parametrize(
+    "flags", [("-t", "2"), ("--dry-multiplier", "0.8"), ("--speculate", "ngram"), ("--no-fit",)]
+)
+@pytest.mark.parametrize("command", [("run", "hi"), ("chat",)])
+def test_what_no_server_would_hear_is_refused(
+    rig: Rig, command: tuple[str, ...], flags: tuple[str, ...]
+) -> None:
+    done = CliRunner().invoke(main, [*command, "--url", rig.url, *flags], input="hi\n")
+    assert done.exit_code == 1 and "is not sent to a server" in done.stderr
+
+
+def test_a_schema_that_is_none_is_told(rig: Rig) -> None:
+    done = CliRunner().invoke(main, ["run", "--url", rig.url, "--json-schema", "{", "hi"])
+    assert done.exit_code == 1 and "--json-schema is not valid JSON" in done.stderr
 
 
 def test_chat(rig: Rig) -> None:
@@ -40,17 +86,57 @@ def test_chat(rig: Rig) -> None:
     talk = "Hello there\nMore\n/rewind\nMore\n/quit\n"
     assert (
         run("chat", "--url", rig.url, "--temp", "0", "-n", "8", stdin=talk)
-        == f"{first}\n{second}\n{second}\n"
+        == f"{first}\n{second}\ntook back 1; 1 left\n{second}\n"
     )
+    assert rig.http.get("/v1/sessions").json()["data"] == []
+
+
+def test_a_chat_branches_in_sessions(rig: Rig) -> None:
+    """What is taken back leaves the server at once; branches share what they have in common."""
+    few = {"temperature": 0, "max_tokens": 8}
+    with closing(RemoteConversation(Remote(rig.url), few, {})) as talk:
+        first, second = "".join(talk.say("Hello there")), "".join(talk.say("More"))
+        (one,) = rig.http.get("/v1/sessions").json()["data"]
+        talk.rewind(1)
+        assert rig.http.get(f"/v1/sessions/{one['id']}").json()["position"] < one["position"]
+        assert "".join(talk.say("More")) == second and talk.exchanges == 2
+        talk.fork("other")
+        assert "".join(talk.say("And"))
+        talk.switch("main")
+        assert talk.exchanges == 2 and talk.memory().startswith(f"{one['position']:,} tokens in")
+        talk.forget(1)
+        assert talk.exchanges == 1 and talk.status().startswith("0 of ")
+        talk.clear()
+        assert "".join(talk.say("Hello there")) == first
+        with pytest.raises(RequestError, match="there is a branch 'other'"):
+            talk.fork("other")
+        assert len(rig.http.get("/v1/sessions").json()["data"]) == 2
+    assert rig.http.get("/v1/sessions").json()["data"] == []
+
+
+def test_an_interrupt_ends_an_answer_and_not_the_conversation(rig: Rig, tmp_path: Path) -> None:
+    words = ["chat", "--url", rig.url, "--temp", "0", "-n", "-1", "--ignore-eos"]
+    with Terminal(words, {"XDG_CACHE_HOME": str(tmp_path)}) as t:
+        t.wait("tiny-dense at http://")
+        t.wait("0 of 2,048 tokens")
+        t.type("first\x1b\rsecond\r")  # two lines, one message
+        t.more(200)
+        t.type("\x03")
+        t.wait("[interrupted]")
+        t.type("/rewind\r")
+        t.wait("took back 1; 0 left")
+        assert t.leave() == 0
     assert rig.http.get("/v1/sessions").json()["data"] == []
 
 
 def test_a_chat_goes_on_where_something_was_refused(rig: Rig) -> None:
     first = rig.llm.chat(turns("Hello there"), max_tokens=8, temperature=0).text
     talk = f"/save a/b\n{'word ' * 3000}\nHello there\n"
-    told = run("chat", "--url", rig.url, "--temp", "0", "-n", "8", stdin=talk)
-    assert "1 to 128 letters" in told and "maximum context length" in told
-    assert told.endswith(first + "\n")
+    done = CliRunner().invoke(
+        main, ["chat", "--url", rig.url, "--temp", "0", "-n", "8"], input=talk
+    )
+    assert "1 to 128 letters" in done.stderr and "maximum context length" in done.stderr
+    assert done.exit_code == 0 and done.stdout.endswith(first + "\n")
     assert rig.http.get("/v1/sessions").json()["data"] == []
 
 
