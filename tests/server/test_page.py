@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests import tiny
 from tests.server.browser import Tab, browser
 from tests.server.page_tour import PICTURES, tour
 from tests.server.rig import DENSE, HYBRID, Rig, serving
@@ -203,6 +204,54 @@ def test_what_others_made_is_shown_and_goes_on(server: Rig, tab: Tab) -> None:
     tab.wrong = [text for text in tab.wrong if "400" not in text]  # the browser's own words
 
 
+def test_thoughts_and_cuts_are_seen(chromium: Any, tmp_path: Path) -> None:
+    """An answer that is cut within its reasoning has no text, and is there all the same."""
+    template = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}<|im_start|>assistant
+<think>
+"""
+    metadata = {"tokenizer.chat_template": template, "general.sampling.temp": 0.0}
+    tiny.write(tmp_path / "thinker.gguf", tiny.Tiny(context=512), metadata)
+    with serving(tmp_path, str(tmp_path / "thinker.gguf")) as server:
+        tab = Tab(chromium, server.url).live()
+        tab.send("Hello")
+        assert tab.said() == ["Hello", ""]
+        assert len(tab.text("#log .turn[data-role=assistant] .reasoning")) > 20
+        assert "assistant, cut after 64 tokens" in tab.text("#log .turn[data-role=assistant] .who")
+        tab.close()
+
+
+def test_what_was_not_sent_is_not_lost(server: Rig, tab: Tab) -> None:
+    tab.send("Hello")
+    said = tab.said()
+    tab.page.route("**/v1/chat/completions", lambda asked: asked.abort())
+    tab.send("Are you there?")
+    assert tab.text("#notice") == "The server cannot be reached."
+    assert tab.said() == said and tab.page.input_value("#message") == "Are you there?"
+    tab.page.unroute("**/v1/chat/completions")
+    tab.page.press("#message", "Enter")
+    tab.until("document.querySelector('#composer').dataset.answers === '3'")
+    assert tab.said()[: len(said) + 1] == [*said, "Are you there?"]
+    tab.wrong = [text for text in tab.wrong if "ERR_FAILED" not in text]  # the browser's own words
+
+
+def test_a_second_press_makes_a_second_session(server: Rig, tab: Tab) -> None:
+    """Though the page has not heard of the first."""
+    tab.page.evaluate("for (let i = 0; i < 3; i++) document.querySelector('#new-session').click()")
+    tab.page.wait_for_selector("[data-session='chat-3']")
+    assert sorted(sessions(server)) == ["chat-1", "chat-2", "chat-3"]
+
+
+def test_many_holders_of_pages_do_not_push_the_rest_away(server: Rig, tab: Tab) -> None:
+    for number in range(40):
+        server.post("/v1/sessions", id=f"one-{number}", prompt="Hello")
+    tab.until("document.querySelectorAll('#holders > div').length > 40")
+    list_of_them = "document.querySelector('#holders')"
+    assert tab.page.evaluate(f"{list_of_them}.clientHeight") <= 240
+    assert tab.page.evaluate(f"{list_of_them}.tabIndex") == 0
+
+
 def test_a_key_is_asked_for_and_kept_in_the_tab(chromium: Any, tmp_path: Path) -> None:
     with serving(tmp_path, api_keys=(KEY,)) as server:
         tab = Tab(chromium, server.url)
@@ -222,6 +271,10 @@ def test_sessions_talk_to_their_own_model(chromium: Any, tmp_path: Path) -> None
     with serving(tmp_path, DENSE, HYBRID) as server:
         tab = Tab(chromium, server.url).live()
         assert tab.text("#model") == "no model loaded"
+        tab.page.select_option("#new-model", "tiny-hybrid")
+        tab.page.click("#new-session")
+        tab.page.wait_for_selector("[data-session='chat-1']")
+        assert sessions(server)["chat-1"]["model"] == "tiny-hybrid"
         for name in ("tiny-dense", "tiny-hybrid"):
             server.post("/v1/sessions", id=name, model=name)
             tab.page.click(f"[data-session={name}] .name")
@@ -256,7 +309,7 @@ def test_all_of_it_works_by_keyboard(server: Rig, tab: Tab) -> None:
     time.sleep(0.7)  # updates leave the focus where it is
     assert tab.page.evaluate(focused) == "fork"
     nameless = tab.page.eval_on_selector_all(
-        "button, textarea, input, canvas:not([aria-hidden] *)",
+        "button, textarea, input, select, canvas:not([aria-hidden] *)",
         "all => all.filter(one => !(one.ariaLabel || one.textContent.trim() || "
         "one.labels?.length)).length",
     )

@@ -34,12 +34,21 @@ async function request(method, path, body, signal) {
   if (document.documentElement.dataset.key && sessionStorage.getItem(KEPT) === null) await askKey(false);
   for (;;) {
     const sent = sessionStorage.getItem(KEPT);
-    const answer = await fetch(path, {
+    const answer = await reached(fetch(path, {
       method, signal, headers: headers(body), cache: "no-store",
       body: body === undefined ? undefined : JSON.stringify(body),
-    });
+    }));
     if (answer.status !== 401) return answer;
     if (sessionStorage.getItem(KEPT) === sent) await askKey(sent !== null);
+  }
+}
+
+/** What the network gives; browsers have only words of their own for a server that is gone. */
+async function reached(promise) {
+  try {
+    return await promise;
+  } catch (error) {
+    throw error.name === "TypeError" ? new Error("The server cannot be reached.") : error;
   }
 }
 
@@ -65,7 +74,7 @@ export async function* events(method, path, body, signal) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    const { value, done } = await reader.read();
+    const { value, done } = await reached(reader.read());
     if (done) return;
     const parts = (rest + value).split("\n\n");
     rest = parts.pop();

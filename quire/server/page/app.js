@@ -1,9 +1,9 @@
 // Follows the server's events and shows them. Each event has what changed since the last.
 
-import { events } from "./api.js";
+import { call, events } from "./api.js";
 import { showBudget } from "./budget.js";
 import { showChat, useTree } from "./chat.js";
-import { $, say } from "./dom.js";
+import { $, follow, h, say } from "./dom.js";
 import { showPages } from "./pages.js";
 import { showPlots } from "./plots.js";
 import { showPrefix } from "./prefix.js";
@@ -24,8 +24,17 @@ function models({ model, models = [] }) {
   return models.length > 1 ? models.join(", ") : `${model.id}, context of ${model.n_ctx.toLocaleString("en")}`;
 }
 
+/** A new session is with one of the server's models: which, is asked where there are several. */
+async function offerModels() {
+  const { data } = await call("GET", "/v1/models");
+  const make = (one) => h("option", { value: one.id }, one.id);
+  follow($("new-model"), data, (one) => one.id, make, () => {});
+  $("new-model").hidden = data.length < 2;
+}
+
 async function watch() {
   state = {};
+  await offerModels();
   for await (const change of events("GET", "/v1/memory/events")) {
     Object.assign(state, change);
     live("live", "live");

@@ -5,7 +5,9 @@ import { mark as color } from "./colors.js";
 import { $, follow, h, notice, plural, say } from "./dom.js";
 
 const KEPT = "quire-talks";
-const HOW = { max_tokens: 300, temperature: 0.6, top_p: 0.9 };
+const TEXT = { temperature: 0.6, top_p: 0.9 }; // of texts that go on; chats are as the model's makers say
+const MOST = 1024; // tokens of an answer, or an eighth of the context where that is less
+let most = MOST;
 const talks = new Map(JSON.parse(sessionStorage.getItem(KEPT) ?? "[]")); // id -> turns
 let open = null; // the session that is shown
 let sessions = new Map();
@@ -14,14 +16,20 @@ let forkHere, rewindTo; // given by the tree, which gives them for its own butto
 
 export const talkOf = () => open;
 
-/** The first of prefix1, prefix2… that no session has; the server finds one where that is too long. */
+const taken = new Set(talks.keys()); // what was made a moment ago may not have been told of yet
+
+/** The first of prefix1, prefix2… that is free; the server finds one where that is too long. */
 export function freeName(prefix) {
-  for (let n = 1; prefix.length < 100; n++) if (!sessions.has(prefix + n)) return prefix + n;
+  for (let n = 1; prefix.length < 100; n++) {
+    const name = prefix + n;
+    if (!sessions.has(name) && !taken.has(name)) return taken.add(name) && name;
+  }
 }
 
 /** A new session; its id. */
 export async function newTalk() {
-  const { id } = await call("POST", "/v1/sessions", { id: freeName("chat-") });
+  const model = $("new-model").value || undefined;
+  const { id } = await call("POST", "/v1/sessions", { id: freeName("chat-"), model });
   talks.set(id, []);
   return id;
 }
@@ -60,6 +68,7 @@ export function talkRewound(id, position) {
 
 export function showChat(state) {
   if (!state.sessions) return;
+  if (state.model) most = Math.min(MOST, Math.floor(state.model.n_ctx / 8));
   sessions = new Map(state.sessions.map((one) => [one.id, one]));
   if (open && !sessions.has(open) && !running) openTalk(state.sessions[0]?.id ?? null);
   show();
@@ -93,13 +102,17 @@ function show() {
 function showTurns(turns) {
   const list = turns.map((turn, i) => ({ ...turn, i }));
   const make = (turn) => h("div", { class: "turn", data: { role: turn.role } },
-    h("div", { class: "who" }, h("span"), h("button", { type: "button" }, "Rewind to here")), h("span"));
+    h("div", { class: "who" }, h("span"), h("button", { type: "button" }, "Rewind to here")),
+    h("div", { class: "reasoning" }), h("span"));
   if (!list.length) list.push({ i: "none", role: "nobody", content: open ? "Nothing said yet." : "Say something, and a session is made for it." });
   const log = $("log");
   const low = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
   follow(log, list, (turn) => `${open} ${turn.i} ${turn.role}`, make, (node, turn) => {
     const [who, button] = node.firstChild.children;
-    say(who, turn.from ? `${turn.role}, shared with ${turn.from}` : turn.role === "context" || turn.role === "nobody" ? "" : turn.role);
+    const notes = [turn.from && `shared with ${turn.from}`, turn.cut].filter(Boolean);
+    say(who, turn.role === "context" || turn.role === "nobody" ? "" : [turn.role, ...notes].join(", "));
+    say(node.children[1], turn.reasoning ?? "");
+    node.children[1].hidden = !turn.reasoning;
     say(node.lastChild, turn.content);
     if (turn.from) color(node, { kind: "session", id: turn.from });
     const back = turn.end && turn.end < (sessions.get(open)?.position ?? 0) && !running;
@@ -129,36 +142,56 @@ async function readContext({ id, position }) {
 }
 
 async function send(text) {
-  if (open === null) open = await newTalk();
-  const id = open;
   running = new AbortController();
+  let heard = false;
   try {
-    await (isChat(id) ? converse(id, text) : carryOn(id, text));
+    open ??= await newTalk();
+    const id = open;
+    heard = await (isChat(id) ? converse(id, text) : carryOn(id, text));
+    if (!heard) notice("The model answered nothing.");
   } catch (error) {
+    heard = error.heard;
     if (error.name !== "AbortError") notice(error.message);
   } finally {
+    if (!heard) giveBack(text);
     running = null;
     $("composer").dataset.answers = Number($("composer").dataset.answers ?? 0) + 1;
     openTalk(open);
   }
 }
 
+/** What was not answered can be sent again. */
+function giveBack(text) {
+  if (!$("message").value) $("message").value = text;
+}
+
+/** Has the model answer; whether it said anything, which is also told of what went wrong. */
 async function converse(id, text) {
   const turns = talks.get(id) ?? [];
-  const answer = { role: "assistant", content: "" };
+  const answer = { role: "assistant", content: "", reasoning: "" };
+  const heard = () => Boolean(answer.content || answer.reasoning);
   talks.set(id, [...turns, { role: "user", content: text }, answer]);
   openTalk(id);
   const messages = talks.get(id).slice(0, -1).map(({ role, content }) => ({ role, content }));
-  const body = { model: modelOf(id), messages, session_id: id, stream: true, ...HOW };
+  const stream_options = { include_usage: true };
+  const body = { model: modelOf(id), messages, session_id: id, stream: true, stream_options, max_tokens: most };
   try {
     for await (const part of events("POST", "/v1/chat/completions", body, running.signal)) {
       if (part.error) throw new Error(part.error.message);
-      answer.content += part.choices?.[0]?.delta?.content ?? "";
+      const [choice] = part.choices ?? [];
+      answer.content += choice?.delta?.content ?? "";
+      answer.reasoning += choice?.delta?.reasoning_content ?? "";
+      if (choice?.finish_reason === "length") answer.cut = "cut: the context is full";
+      if (answer.cut && part.usage?.completion_tokens >= most) answer.cut = `cut after ${plural(most, "token")}`;
       if (open === id) show();
     }
+    return heard();
+  } catch (error) {
+    error.heard = heard();
+    throw error;
   } finally {
-    if (!answer.content) talks.set(id, turns);
-    else answer.end = (await call("GET", at(id))).position;
+    if (!heard()) talks.set(id, turns);
+    else answer.end = (await call("GET", at(id)).catch(() => ({}))).position; // gone: it was told
     keep();
   }
 }
@@ -166,7 +199,7 @@ async function converse(id, text) {
 /** A context that is no conversation goes on as text. */
 async function carryOn(id, text) {
   const known = contexts.get(id) ?? { text: "" };
-  const body = { model: modelOf(id), prompt: text, session_id: id, stream: true, ...HOW };
+  const body = { model: modelOf(id), prompt: text, session_id: id, stream: true, max_tokens: most, ...TEXT };
   known.text += text;
   try {
     for await (const part of events("POST", "/v1/completions", body, running.signal)) {
@@ -174,6 +207,7 @@ async function carryOn(id, text) {
       known.text += part.choices?.[0]?.text ?? "";
       if (open === id) showTurns([{ role: "context", content: known.text, i: "context" }]);
     }
+    return true;
   } finally {
     contexts.set(id, { ...known, position: -1 }); // what it holds now is asked for: it may have been refused
   }

@@ -1,6 +1,6 @@
 // The prefix cache: what it holds, how often it helped, and why not otherwise.
 
-import { $, bytes, count, follow, h, say } from "./dom.js";
+import { $, bytes, count, follow, h, plural, say } from "./dom.js";
 
 const WHY = {
   new: "never seen",
@@ -15,7 +15,7 @@ export const lookups = (prefix) => prefix.hits + Object.values(prefix.misses).re
 export function showPrefix({ prefix }) {
   if (!prefix) return;
   const all = lookups(prefix);
-  say($("prefix-rate"), all ? `${Math.round((100 * prefix.hits) / all)}% of ${count(all)} prompts hit` : "no prompts yet");
+  say($("prefix-rate"), all ? `${Math.round((100 * prefix.hits) / all)}% of ${plural(all, "prompt")} hit` : "no prompts yet");
   const figures = [
     ["hits", "Hits", count(prefix.hits)],
     ["tokens_saved", "Tokens not computed", count(prefix.tokens_saved)],
