@@ -85,7 +85,25 @@ def messages_of(messages: object) -> list[dict[str, Any]]:
             "a conversation is a list of messages, such as "
             f"[{{'role': 'user', 'content': {said!r:.40}}}], not {messages!r:.80}"
         )
-    return [_with_objects(dict(message)) for message in found]
+    return [_with_objects(with_text(message, number)) for number, message in enumerate(found)]
+
+
+def with_text(message: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """A message whose content is one text, which every template takes, where it came in parts."""
+    content = message.get("content")
+    if not isinstance(content, (list, tuple)):
+        return dict(message)
+    return {**message, "content": "".join(_part(part, number) for part in content)}
+
+
+def _part(part: object, number: int) -> str:
+    if isinstance(part, Mapping) and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, Mapping) else part
+    raise RequestError(
+        f"messages[{number}] has a part of type {kind!r:.80}; this model reads text only",
+        "messages",
+    )
 
 
 def _with_objects(message: dict[str, Any]) -> dict[str, Any]:

@@ -57,9 +57,10 @@ _SAME = {
     "--json-schema-file": "--json-schema", "-ot": "--override-tensor", "-ts": "--tensor-split",
     "-mg": "--main-gpu", "-ncmoe": "--n-cpu-moe", "-cmoe": "--cpu-moe", "-nkvo": "--no-kv-offload",
     "-kvo": "--kv-offload", "--gpu-layers": "-ngl", "-dev": "--device", "-fit": "--fit",
-    "--n-ctx": "-c", "--context": "-c", "--num-ctx": "-c",
+    "--n-ctx": "-c", "--context": "-c", "--num-ctx": "-c", "--max-model-len": "-c",
+    "--max-tokens": "-n", "--max-new-tokens": "-n", "--num-predict": "-n",
 }  # fmt: skip
-"""Other spellings, most of them llama.cpp's, of what is here."""
+"""Other spellings, most of them llama.cpp's, some vLLM's or Ollama's, of what is here."""
 _PARALLEL = {"plan": "--parallel", "serve": "--max-running"}
 _MODEL = ("-m", "--model", "-hf", "--hf-repo")
 _ON_OFF = {"on": True, "true": True, "1": True, "off": False, "false": False, "0": False}
@@ -74,6 +75,8 @@ _INSTEAD = {
     "how many tokens are computed at once is found out by itself":
     "-b --batch-size -ub --ubatch-size",
     "-t is for prompts and answers alike": "-tb --threads-batch",
+    "see --memory-budget, which is a size": "--gpu-memory-utilization",
+    "see --tensor-split and --device": "-tp --tensor-parallel-size",
     "weights are packed into memory of their own, and the file is let go":
     "--mlock --mmap --no-mmap",
     "in quire chat, /save and /load keep what was computed": "--prompt-cache",
@@ -123,10 +126,12 @@ class Command(click.Command):
             if "unexpected extra argument" not in error.message:
                 raise
             model = next((word for word in args if word in _MODELS or word.endswith(".gguf")), None)
-            told = "what has spaces in it goes in quotes"
+            told = ""
+            if any(isinstance(parameter, click.Argument) for parameter in self.params):
+                told = "; what has spaces in it goes in quotes"
             if model and any("-m" in parameter.opts for parameter in self.params):
-                told = f"a model is named with -m: -m {model}"
-            raise click.UsageError(f"{error.message}; {told}", ctx) from error
+                told = f"; a model is named with -m: -m {model}"
+            raise click.UsageError(error.message + told, ctx) from error
 
 
 class _Words:

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from quire.cli.flags import Command
+from quire.cli.human import size_text
 from quire.cli.remote import URL, Remote
 
 
@@ -41,21 +42,17 @@ def _print(models: list[Any], memory: dict[str, Any], sessions: list[Any]) -> No
         if told is None:
             table.add_row(model["id"], "", "not loaded", "", "")
             continue
-        used, limit = (_size(told[name]) for name in ("used_bytes", "budget_bytes"))
+        used, limit = (size_text(told[name]) for name in ("used_bytes", "budget_bytes"))
         prefix = told["prefix"]
         cached = f"{prefix['entries']} ({prefix['hits']} hits)"
-        table.add_row(model["id"], str(model["max_model_len"]), used, limit, cached)
+        table.add_row(model["id"], f"{model['max_model_len']:,}", used, limit, cached)
     console.print(table)
     table = Table("session", "model", "tokens", "bytes", "shared", "status", "from", "marks")
     for one in sessions:
         held = one["memory"]
         table.add_row(
-            one["id"], one["model"], str(one["position"]), _size(held["bytes"]),
-            _size(held["bytes_shared"]), one["status"], one["parent"] or "",
+            one["id"], one["model"], f"{one['position']:,}", size_text(held["bytes"]),
+            size_text(held["bytes_shared"]), one["status"], one["parent"] or "",
             ", ".join(mark["name"] for mark in one["checkpoints"]),
         )  # fmt: skip
     console.print(table if sessions else "no sessions")
-
-
-def _size(n: int) -> str:
-    return f"{n / 2**20:,.1f} MiB"

@@ -120,7 +120,10 @@ class Loop:
         if work is None and last is not None:
             self.seat.endings.end_gone(last)
         if isinstance(work, Job):
-            raise RequestError("a stream runs on this session; read it to its end or close it")
+            raise RequestError(
+                "this session generates already; wait until that has ended, or read its stream to "
+                "the end or close it"
+            )
         if work is not None:
             raise RequestError("another thread works on this session; wait until it has finished")
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from quire.api.arguments import with_text
 from quire.api.llm import LLM
 from quire.api.texts import ChatPrompt
 from quire.errors import ContextError
@@ -118,7 +119,7 @@ def _no_choice() -> ApiError:
 
 def plain_message(message: dict[str, Any], number: int) -> dict[str, Any]:
     """A message whose content is text, with roles that templates know."""
-    made = dict(message)
+    made = with_text(message, number)
     if made.get("function_call"):
         raise ApiError(
             400, f"messages[{number}] has a function_call, which is not read any more: send it as "
@@ -126,22 +127,9 @@ def plain_message(message: dict[str, Any], number: int) -> dict[str, Any]:
         )  # fmt: skip
     if made.get("role") == "developer":
         made["role"] = "system"
-    content = made.get("content")
-    if isinstance(content, list):
-        made["content"] = "".join(_part(part, number) for part in content)
-    elif content is None and made.get("role") in ("assistant", "tool"):
+    if made.get("content") is None and made.get("role") in ("assistant", "tool"):
         made["content"] = ""
     return made
-
-
-def _part(part: object, number: int) -> str:
-    if isinstance(part, dict) and isinstance(part.get("text"), str):
-        return str(part["text"])
-    kind = part.get("type") if isinstance(part, dict) else part
-    raise ApiError(
-        400, f"messages[{number}] has a part of type {kind!r:.80}; this model reads text only",
-        param="messages",
-    )  # fmt: skip
 
 
 class Spoken(NamedTuple):

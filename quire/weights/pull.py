@@ -60,6 +60,8 @@ def resolve(
 
 
 def _unknown(name: str) -> str:
+    if name.lower().endswith(".gguf") or name.startswith(("/", "./", "../", "~")):
+        return f"{name!r:.200}: there is no such file or folder{_like_file(name)}"
     known = [*ALIASES, *HUB_ALIASES]
     like = get_close_matches(name.lower().replace(":", "-"), known, 1)
     meant = f"did you mean {like[0]}? " if like else ""
@@ -68,6 +70,16 @@ def _unknown(name: str) -> str:
         f"known aliases: {', '.join(known)}; or name a model of the Hugging Face Hub: "
         "owner/repository, owner/repository:quantization or hf:owner/repository/file"
     )
+
+
+def _like_file(name: str) -> str:
+    """What may have been meant instead of a file that is not there."""
+    folder, base = os.path.split(name)
+    try:
+        like = get_close_matches(base, os.listdir(os.path.expanduser(folder) or "."), 1)
+    except OSError:
+        return f", nor is there {folder!r:.200}"
+    return f"; did you mean {os.path.join(folder, like[0])}?" if like else ""
 
 
 def _from_index(

@@ -170,6 +170,7 @@ def test_half_an_answer_is_an_error(answer: bytes, command: tuple[str, ...]) -> 
 def test_ps(rig: Rig) -> None:
     rig.post("/v1/sessions", id="seen", prompt="It was")
     assert "seen" in run("ps", "--url", rig.url) and "tiny-dense" in run("ps", "--url", rig.url)
+    assert "2,048" in run("ps", "--url", rig.url) and "KiB" in run("ps", "--url", rig.url)
     told = json.loads(run("ps", "--url", rig.url, "--json"))
     assert told["sessions"][0]["id"] == "seen"
     assert told["memory"]["tiny-dense"]["used_bytes"] > 0

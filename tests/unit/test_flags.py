@@ -53,6 +53,8 @@ FEW = ("-n", "2", "-t", "1", "--ignore-eos")
         (["quantize", "a", "b", "q9"], "q4_k_m"),
         (["run", "x", "-ctk", "q9"], "q8_0"),
         (["serve", "-np", "0"], "--max-running"),
+        (["run", "x", "--max-tokens", "many"], "--n-predict"),
+        (["serve", "--gpu-memory-utilization", "0.9"], "--memory-budget"),
     ],
 )
 def test_a_typo_gets_a_suggestion(words: list[str], said: str) -> None:

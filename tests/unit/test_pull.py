@@ -81,10 +81,18 @@ class TestNames:
         monkeypatch.chdir(tmp_path)
         assert resolve("tiny", cache, download=never) == Path("tiny")
 
-    @pytest.mark.parametrize("name", ["nothing", "no/such/file.gguf", "", "a\0b", "x" * 5000])
+    @pytest.mark.parametrize("name", ["nothing", "", "a\0b", "x" * 5000])
     def test_an_unknown_name_lists_what_there_is(self, cache: Path, name: str) -> None:
         with pytest.raises(FetchError, match=r"no model .*smollm2.*hf:owner/repository/file"):
             resolve(name, cache, download=never)
+
+    def test_a_path_that_is_wrong_is_told_as_one(self, tmp_path: Path, cache: Path) -> None:
+        (tmp_path / "tiny-q4.gguf").touch()
+        for name in ("tiny-q5.gguf", "other.gguf", "no/folder/x.gguf"):
+            with pytest.raises(FetchError, match="there is no such file or folder") as found:
+                resolve(str(tmp_path / name), cache, download=never)
+            assert "alias" not in str(found.value)
+            assert ("did you mean" in str(found.value)) == (name == "tiny-q5.gguf")
 
     @pytest.mark.parametrize("name", ["m.bin", "m.pt", "m.PTH", "m.pkl", "hf:a/b/model.bin"])
     def test_pickles_are_refused(self, tmp_path: Path, cache: Path, name: str) -> None:

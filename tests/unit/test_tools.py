@@ -92,6 +92,17 @@ def test_arguments_are_objects_for_templates(given: str, shown: object) -> None:
     assert message["tool_calls"][0]["function"]["arguments"] == shown
 
 
+def test_content_in_parts_is_text_for_templates(llm: quire.LLM) -> None:
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    asked = llm.chat_text([{"role": "user", "content": parts}])
+    assert asked == llm.chat_text([{"role": "user", "content": "Hello"}])
+    picture = {"type": "image_url", "image_url": {"url": "x"}}
+    with pytest.raises(
+        RequestError, match=r"messages\[0\] has a part of type 'image_url'; .* text"
+    ):
+        llm.chat([{"role": "user", "content": [*parts, picture]}])
+
+
 def test_what_cannot_be_is_refused(llm: quire.LLM, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="the tools are: greet"):
         llm.chat(HI, tools=TOOLS, tool_choice="meet")
