@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from itertools import zip_longest
 from typing import Any
 
 import click
 
 from quire.cli.flags import Command
-from quire.cli.human import size_text
+from quire.cli.human import plural, size_text
 from quire.cli.remote import URL, Remote
 
 
@@ -32,27 +33,35 @@ def command(url: str, api_key: str | None, as_json: bool) -> None:
 
 
 def _print(models: list[Any], memory: dict[str, Any], sessions: list[Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    table = Table("model", "context", "held", "of", "cached prefixes")
+    rows = [["model", "context", "held", "of", "cached prefixes"]]
     for model in models:
         told = memory.get(model["id"])
         if told is None:
-            table.add_row(model["id"], "", "not loaded", "", "")
+            rows.append([model["id"], "", "not loaded"])
             continue
         used, limit = (size_text(told[name]) for name in ("used_bytes", "budget_bytes"))
         prefix = told["prefix"]
-        cached = f"{prefix['entries']} ({prefix['hits']} hits)"
-        table.add_row(model["id"], f"{model['max_model_len']:,}", used, limit, cached)
-    console.print(table)
-    table = Table("session", "model", "tokens", "bytes", "shared", "status", "from", "marks")
+        cached = f"{prefix['entries']} ({plural(prefix['hits'], 'hit')})"
+        rows.append([model["id"], f"{model['max_model_len']:,}", used, limit, cached])
+    _columns(rows)
+    click.echo()
+    rows = [["session", "tokens", "bytes", "shared", "status", "model", "from", "marks"]]
     for one in sessions:
         held = one["memory"]
-        table.add_row(
-            one["id"], one["model"], f"{one['position']:,}", size_text(held["bytes"]),
-            size_text(held["bytes_shared"]), one["status"], one["parent"] or "",
-            ", ".join(mark["name"] for mark in one["checkpoints"]),
+        sizes = [size_text(held["bytes"]), size_text(held["bytes_shared"])]
+        marks = ", ".join(mark["name"] for mark in one["checkpoints"])
+        rows.append(
+            [one["id"], f"{one['position']:,}", *sizes, one["status"], one["model"],
+             one["parent"] or "-", marks]
         )  # fmt: skip
-    console.print(table if sessions else "no sessions")
+    if sessions:
+        _columns(rows)
+    else:
+        click.echo("no sessions")
+
+
+def _columns(rows: list[list[str]]) -> None:
+    """One line each: names are what one asks for next, so none is cut to fit a terminal."""
+    widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
+    for row in rows:
+        click.echo("  ".join(f"{cell:<{n}}" for cell, n in zip(row, widths, strict=False)).rstrip())

@@ -177,6 +177,20 @@ def test_ps(rig: Rig) -> None:
     rig.http.delete("/v1/sessions/seen")
 
 
+def test_ps_cuts_no_name(rig: Rig) -> None:
+    """Not on a narrow terminal, nor in a file."""
+    rig.post("/v1/sessions", id="s-0123456789abcdef", prompt="It was")
+    rig.post("/v1/sessions/s-0123456789abcdef/checkpoint", name="before-the-fight")
+    fork = rig.post("/v1/sessions/s-0123456789abcdef/fork", id="fork-of-it" * 9)
+    told = run("ps", "--url", rig.url)
+    assert "s-0123456789abcdef" in told and "before-the-fight" in told and fork["id"] in told
+    with Terminal(["ps", "--url", rig.url], {"COLUMNS": "40"}) as t:
+        assert t.ended() == 0
+        assert "s-0123456789abcdef " in t.text and fork["id"] in t.text
+    for id in ("s-0123456789abcdef", fork["id"]):
+        rig.http.delete(f"/v1/sessions/{id}")
+
+
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "ftp://x", "nonsense:99999"])
 def test_no_server(url: str) -> None:
     done = CliRunner().invoke(main, ["run", "--url", url, "hi"])
