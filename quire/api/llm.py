@@ -152,7 +152,12 @@ class LLM(Uncopied, Generating):
     @property
     def notes(self) -> tuple[str, ...]:
         """What was changed to make it fit, and what was asked for and could not be, a line each."""
-        return self._placed.notes
+        placed = self._placed
+        if self.settings.n_ctx is not None or self.n_ctx >= placed.n_ctx:
+            return placed.notes
+        made_for = self.model.n_ctx_train
+        told = f"n_ctx is {self.n_ctx:,} and not the model's {made_for:,}: more does not fit"
+        return (*placed.notes, told)
 
     @property
     def devices(self) -> tuple[Device, ...]:

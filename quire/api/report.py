@@ -205,7 +205,7 @@ def _prefixes(figures: dict[str, Any]) -> Sheet:
         sheet.add(f"parked in {name}", _size(tier["used"]))
     for what, n in figures["preemption"].items():
         if n:
-            sheet.add(f"sequences {what}", f"{n:,}")
+            sheet.add(what if " parked" in what else f"sequences {what}", f"{n:,}")
     return sheet
 
 

@@ -111,10 +111,15 @@ class Budget:
 
     def _refusal(self, n_bytes: int, what: str) -> str:
         held = ", ".join(f"{use} {size:,}" for use, size in sorted(self._by_use.items()))
+        if not held:  # a model that is being loaded
+            return (
+                f"{what} alone takes {n_bytes:,} bytes, and the budget has {self.limit:,}; raise "
+                "memory_budget"
+            )
         return (
             f"{what} needs {n_bytes:,} more bytes; {self.free:,} of the {self.limit:,} bytes "
-            f"of the budget are free (held: {held or 'nothing'}); free sequences or checkpoints, "
-            "or raise memory_budget"
+            f"of the budget are free (held: {held}); free sequences or checkpoints, or raise "
+            "memory_budget"
         )
 
 

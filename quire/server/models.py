@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -24,6 +25,7 @@ from quire.server.settings import ServeSettings
 from quire.weights import pull
 
 T = TypeVar("T")
+log = logging.getLogger("quire.server")
 
 
 class ServedModel:
@@ -196,6 +198,8 @@ class Models:
                 except QuireError as error:
                     message = f"model {model.name!r} cannot be loaded: {error}"
                     raise ApiError(503, message, code="model_unavailable") from error
+            for line in llm.notes:
+                log.warning("%s: %s", model.name, line)
             model.take(llm, self._failed)
 
     async def _most_room(self) -> int:

@@ -43,5 +43,6 @@ class Fewest:
 def too_long(has: str, most: int) -> ContextError:
     """A text does not fit a context."""
     return ContextError(
-        f"the text has {has}, and {most} fit; shorten it, or load the model with a larger n_ctx"
+        f"the text has {has}, and {most} fit; shorten it, or load the model with a larger n_ctx or "
+        "more memory"
     )

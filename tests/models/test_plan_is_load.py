@@ -154,6 +154,19 @@ def test_pages_that_are_taken_at_the_start_are_planned(tokens: int | None) -> No
     assert any(told in note for note in plan.notes) is (tokens == 300)
 
 
+def test_a_context_that_became_smaller_is_told() -> None:
+    """In the same words by a plan and by who loads; one that was asked for is nobody's change."""
+    room: dict[str, Any] = {"threads": 1, "memory_budget": "3500KiB"}
+    with quire.load(MODELS / "tiny-dense", **room) as llm:
+        told = f"n_ctx is {llm.n_ctx:,} and not the model's 2,048: more does not fit"
+        assert llm.n_ctx < 2048 and llm.notes == (told,)
+        llm.resize("64MiB")
+        assert llm.n_ctx == 2048 and llm.notes == ()
+    assert any("not the model's 2,048" in note for note in quire.plan(llm.path, **room).notes)
+    with quire.load(MODELS / "tiny-dense", n_ctx=200, **room) as llm:
+        assert llm.notes == ()
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_advice_can_be_taken(seed: int) -> None:
     """Whatever is said to fit is loaded."""
