@@ -57,7 +57,7 @@ _SAME = {
     "--json-schema-file": "--json-schema", "-ot": "--override-tensor", "-ts": "--tensor-split",
     "-mg": "--main-gpu", "-ncmoe": "--n-cpu-moe", "-cmoe": "--cpu-moe", "-nkvo": "--no-kv-offload",
     "-kvo": "--kv-offload", "--gpu-layers": "-ngl", "-dev": "--device", "-fit": "--fit",
-    "--n-ctx": "-c", "--context": "-c", "--num-ctx": "-c", "--max-model-len": "-c",
+    "--ctx": "-c", "--n-ctx": "-c", "--context": "-c", "--num-ctx": "-c", "--max-model-len": "-c",
     "--max-tokens": "-n", "--max-new-tokens": "-n", "--num-predict": "-n",
 }  # fmt: skip
 """Other spellings, most of them llama.cpp's, some vLLM's or Ollama's, of what is here."""
@@ -71,7 +71,12 @@ _INSTEAD = {
     "quire run answers once": "-st --single-turn",
     "quire serve is for that": "--host --port -np --parallel",
     "that is always so here": "-fa --flash-attn --jinja -kvu --kv-unified --no-display-prompt "
-    "--simple-io --log-disable --warmup --no-warmup",
+    "--simple-io --log-disable --warmup --no-warmup --metrics --slots --props --embedding "
+    "--embeddings --webui -cb --cont-batching",
+    "a server's models have the names of their files, or their aliases":
+    "-a --alias --served-model-name",
+    "the page is part of every server": "--no-webui",
+    "reasoning comes apart, as reasoning_content": "--reasoning-format",
     "how many tokens are computed at once is found out by itself":
     "-b --batch-size -ub --ubatch-size",
     "-t is for prompts and answers alike": "-tb --threads-batch",
@@ -183,7 +188,7 @@ class _Words:
         """A flag as it is called here; one that there is none of is told with what there is."""
         if name in self._known or not name.startswith("-") or len(name) < 2:
             return name
-        if name in ("-np", "--parallel") and (same := _PARALLEL.get(self._name)):
+        if name in ("-np", "--parallel", "--n-parallel") and (same := _PARALLEL.get(self._name)):
             return same
         if name in _NOT_HERE:
             raise click.UsageError(f"there is no {name}: {_NOT_HERE[name]}", self._ctx)

@@ -54,6 +54,8 @@ FEW = ("-n", "2", "-t", "1", "--ignore-eos")
         (["run", "x", "-ctk", "q9"], "q8_0"),
         (["serve", "-np", "0"], "--max-running"),
         (["run", "x", "--max-tokens", "many"], "--n-predict"),
+        (["serve", "--alias", "mine"], "names of their files"),
+        (["serve", "--n-parallel", "0"], "--max-running"),
         (["serve", "--gpu-memory-utilization", "0.9"], "--memory-budget"),
     ],
 )
