@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -98,7 +98,7 @@ class Outlook:
     None where a device was not there to be measured."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """What goes where. Made by `quire.plan`, and by `quire.load` for what it loads."""
 
@@ -108,7 +108,7 @@ class Plan:
     load: Load
     notes: tuple[str, ...] = ()
     """What was changed to make it fit, and what was asked for and could not be, a line each."""
-    draft: ModelFacts | None = field(default=None, repr=False)
+    draft: ModelFacts | None = None
     outlook: Outlook | None = None
 
     @property
@@ -175,6 +175,11 @@ class Plan:
             "devices": [one.as_dict() for one in self.devices],
             **({} if self.outlook is None else vars(self.outlook)),
         }
+
+    def __repr__(self) -> str:
+        from quire.placement.show import title
+
+        return f"<Plan {title(self)}; print it>"
 
     def __str__(self) -> str:
         from quire.placement.show import shown

@@ -20,16 +20,19 @@ _MARKS = {
 
 def shown(plan: Plan) -> str:
     """All of a plan, in lines that fit a terminal."""
-    load, used = plan.load, [one for one in plan.devices if one.parts]
-    title = (
-        f"{plan.model.name}: {counted(load.sequences, 'sequence')} of {load.n_ctx:,} tokens, "
-        f"{'fits' if plan.fits else 'does not fit'}"
-    )
+    used = [one for one in plan.devices if one.parts]
     console = Console(width=max(_COLUMNS, 23 + 12 * len(used)))
     with console.capture() as capture:
         console.print(_table(used))
     lines = [*map(_bar, used), *_legend(used), *_lines(plan)]
-    return "\n".join([title, capture.get().rstrip(), *lines]) + "\n"
+    return "\n".join([title(plan), capture.get().rstrip(), *lines]) + "\n"
+
+
+def title(plan: Plan) -> str:
+    """What was planned, and whether it fits."""
+    many = counted(plan.load.sequences, "sequence")
+    fits = "fits" if plan.fits else "does not fit"
+    return f"{plan.model.name}: {many} of {plan.load.n_ctx:,} tokens, {fits}"
 
 
 def _table(used: list[DevicePlan]) -> Table:

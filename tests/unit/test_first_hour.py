@@ -79,6 +79,11 @@ def test_notebooks_show_html(llm: quire.LLM) -> None:
     assert "weights" in llm.memory._repr_html_() and "weights" in str(llm.memory)
 
 
+def test_a_plan_has_a_short_name(llm: quire.LLM) -> None:
+    assert len(repr(llm.plan)) < 120 and "print it" in repr(llm.plan)
+    assert str(llm.plan).count("\n") > 10
+
+
 def test_a_stream_closes_itself(llm: quire.LLM) -> None:
     with llm.stream("abc", max_tokens=200, ignore_eos=True) as stream:
         next(stream)
