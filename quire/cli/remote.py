@@ -29,6 +29,10 @@ _SENT = {
 _STREAM: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
 
 
+class Missing(RequestError):
+    """What was asked for is not there."""
+
+
 class Remote:
     """A server, asked one thing at a time."""
 
@@ -98,7 +102,8 @@ class Remote:
                 f"no server answers at {self.url}: {error}; start one with: quire serve"
             ) from error
         if answer.status >= 400:
-            raise RequestError(f"the server says: {_reason(answer)}")
+            wrong = Missing if answer.status == 404 else RequestError
+            raise wrong(f"the server says: {_reason(answer)}")
         return answer
 
 

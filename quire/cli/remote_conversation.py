@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.cli.conversation import Message, check_count, check_known, check_new
 from quire.cli.human import plural, size_text
-from quire.cli.remote import Answer, Remote
+from quire.cli.remote import Answer, Missing, Remote
 from quire.cli.streams import cut
 from quire.errors import RequestError
 
@@ -63,6 +63,7 @@ class RemoteConversation:
 
     def say(self, text: str) -> Iterator[str]:
         """One exchange, the answer piece by piece; a failed one leaves no trace."""
+        self._look()
         here, self._last, said = self.branch, Answer(), ""
         asked = [*here.messages, {"role": "user", "content": text}]
         body = {**self._sampling, "model": self._model, "messages": asked, "session_id": here.id}
@@ -114,6 +115,7 @@ class RemoteConversation:
     def fork(self, name: str) -> None:
         """Goes on in a new branch; the present one stays as it is."""
         check_new(name, self.branches)
+        self._look()
         here = self.branch
         self._here = self._server.ask("POST", f"/v1/sessions/{here.id}/fork", {})
         self.branches[name] = _Branch(self._here["id"], [*here.messages], [*here.ends])
@@ -127,6 +129,7 @@ class RemoteConversation:
 
     def save(self, name: str) -> None:
         """Has the server write this branch to a file of its own."""
+        self._look()
         self._server.ask("POST", f"/v1/sessions/{self.branch.id}/save", {"name": name})
 
     def load(self, name: str) -> None:
@@ -156,12 +159,19 @@ class RemoteConversation:
 
     def close(self) -> None:
         """Gives all pages back; a server that is gone holds none."""
-        with suppress(RequestError):
-            for branch in self.branches.values():
+        for branch in self.branches.values():
+            with suppress(RequestError):
                 self._server.ask("DELETE", f"/v1/sessions/{branch.id}")
 
     def _look(self) -> None:
-        self._here = self._server.ask("GET", f"/v1/sessions/{self.branch.id}")
+        """What the session holds; a server that was started anew gets another one."""
+        here = self.branch
+        try:
+            self._here = self._server.ask("GET", f"/v1/sessions/{here.id}")
+        except Missing:
+            self._here = self._server.ask("POST", "/v1/sessions", {"model": self._model})
+            here.id = self._here["id"]
+            here.ends.clear()
 
     def _back(self, position: int) -> None:
         """Lets the session go back at once, so that what is unsaid is held no longer."""

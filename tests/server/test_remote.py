@@ -114,6 +114,21 @@ def test_a_chat_branches_in_sessions(rig: Rig) -> None:
     assert rig.http.get("/v1/sessions").json()["data"] == []
 
 
+def test_a_conversation_outlives_its_sessions(rig: Rig) -> None:
+    """As a server that was started anew has none of them."""
+    few = {"temperature": 0, "max_tokens": 8}
+    with closing(RemoteConversation(Remote(rig.url), few, {})) as talk:
+        first = "".join(talk.say("Hello there"))
+        second = rig.llm.chat(turns("Hello there", first, "More"), **few).text
+        for act in (lambda: None, lambda: talk.fork("other"), lambda: talk.save("kept")):
+            for one in rig.http.get("/v1/sessions").json()["data"]:
+                rig.http.delete(f"/v1/sessions/{one['id']}")
+            act()
+            assert "".join(talk.say("More")) == second
+            talk.rewind(1)
+    assert rig.http.get("/v1/sessions").json()["data"] == []
+
+
 def test_an_interrupt_ends_an_answer_and_not_the_conversation(rig: Rig, tmp_path: Path) -> None:
     words = ["chat", "--url", rig.url, "--temp", "0", "-n", "-1", "--ignore-eos"]
     with Terminal(words, {"XDG_CACHE_HOME": str(tmp_path)}) as t:
