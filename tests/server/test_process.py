@@ -190,7 +190,7 @@ def test_what_cannot_be_is_said(tmp_path: Path) -> None:
         return ended.stderr
 
     assert "--api-key" in said("-m", DENSE, "--host", "0.0.0.0")
-    assert "no model" in said("-m", str(tmp_path / "none.gguf"), "--port", "0")
+    assert "no such file" in said("-m", str(tmp_path / "none.gguf"), "--port", "0")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert "port" in said("-m", DENSE, "--port", str(taken.getsockname()[1]))
 
