@@ -10,12 +10,12 @@ import click
 
 from quire.cli.flags import Command
 from quire.cli.human import plural, size_text
-from quire.cli.remote import URL, Remote
+from quire.cli.remote import URL, Remote, key_option
 
 
 @click.command("ps", cls=Command)
 @click.option("--url", default=URL, show_default=True, help="Where the server is.")
-@click.option("--api-key", envvar="QUIRE_API_KEY", help="The key that it wants.")
+@key_option
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def command(url: str, api_key: str | None, as_json: bool) -> None:
     """Tell what a running server holds: models, memory, sessions."""

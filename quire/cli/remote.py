@@ -114,12 +114,25 @@ def _reason(answer: http.client.HTTPResponse) -> str:
         return f"{answer.status} {answer.reason}"
 
 
+class _FirstKey(click.Option):
+    """Servers take several keys from the environment; a client needs one of them."""
+
+    def resolve_envvar_value(self, ctx: click.Context) -> str | None:
+        keys = super().resolve_envvar_value(ctx) or ""
+        return next(iter(keys.split()), None)
+
+
+key_option = click.option(
+    "--api-key", cls=_FirstKey, envvar="QUIRE_API_KEY", help="The key that it wants."
+)
+
+
 def or_remote(remote: Callable[..., None]) -> Callable[[Any], Any]:
     """Gives a command --url; with it, `remote(server, options)` does the work instead."""
 
     def wrap(function: Any) -> Any:
         @click.option("--url", help=f"Ask a running server, such as {URL}; loads nothing.")
-        @click.option("--api-key", envvar="QUIRE_API_KEY", help="The key that it wants.")
+        @key_option
         @functools.wraps(function)
         def command(*args: Any, url: str | None, api_key: str | None, **options: Any) -> Any:
             if url is None:

@@ -16,7 +16,7 @@ from quire.cli import main
 from quire.cli.remote import Remote
 from quire.cli.remote_conversation import RemoteConversation
 from quire.errors import RequestError
-from tests.server.rig import DENSE, Rig, turns
+from tests.server.rig import DENSE, Rig, serving, turns
 from tests.terminal import Terminal
 
 
@@ -204,6 +204,20 @@ def test_ps_cuts_no_name(rig: Rig) -> None:
         assert "s-0123456789abcdef " in t.text and fork["id"] in t.text
     for id in ("s-0123456789abcdef", fork["id"]):
         rig.http.delete(f"/v1/sessions/{id}")
+
+
+def test_a_client_sends_the_first_of_several_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(tmp_path, api_keys=("one", "a b")) as server:
+        monkeypatch.setenv("QUIRE_API_KEY", "one two")
+        assert "no sessions" in run("ps", "--url", server.url)
+        run("run", "--url", server.url, "-n", "4", "Hello there")
+        run("chat", "--url", server.url, "-n", "4", stdin="Hello there\n")
+        run("ps", "--url", server.url, "--api-key", "a b")  # what is written out is one key
+        monkeypatch.setenv("QUIRE_API_KEY", " ")
+        done = CliRunner().invoke(main, ["ps", "--url", server.url])
+        assert done.exit_code == 1 and "a key is needed" in done.output
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "ftp://x", "nonsense:99999"])
