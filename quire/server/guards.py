@@ -68,8 +68,8 @@ class Guards:
         try:
             await self._app(scope, receive, sending)
         except asyncio.CancelledError:  # the server ends, and does not wait any longer
-            if started:
-                raise
+            if started:  # what is open of it is closed, which uvicorn says in a line
+                return
             raise ApiError(503, "the server ended before this was done", code="draining") from None
         except Exception as error:
             log.error("%s %s failed", scope["method"], scope["path"], exc_info=error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
 import threading
@@ -24,6 +25,7 @@ from quire.server.records import log_to_stderr
 from quire.server.settings import ServeSettings
 from quire.server.state import State
 
+log = logging.getLogger("quire.server")
 _THREADS = 64
 """For what takes its time off the event loop: long texts and files of some hold nobody else up."""
 _IDLE_S = 65
@@ -61,11 +63,25 @@ class Server(uvicorn.Server):
         assert self.state is not None
         self.state.stop_admitting()
         loop = asyncio.get_running_loop()
-        over = loop.call_later(self._settings.drain_s, self.state.cut_off)
+        over = [
+            loop.call_later(self._settings.drain_s, self.state.cut_off),
+            loop.call_later(self._settings.drain_s + _LAST_S / 2, self._drop_unread),
+        ]
         await super().shutdown(sockets)
-        over.cancel()
+        for timer in over:
+            timer.cancel()
         self.state.cut_off()  # whoever is there yet, where it was told twice and did not wait
+        self._drop_unread()
         await self.state.close()
+
+    def _drop_unread(self) -> None:
+        """Closes connections that take nothing more: what is left for them would wait for ever."""
+        all_open = [one for one in self.server_state.connections if isinstance(one, Protocol)]
+        unread = [one for one in all_open if one.flow.write_paused]
+        for one in unread:
+            one.transport.abort()
+        if unread:
+            log.warning("%d who did not read their answers were cut off", len(unread))
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from pathlib import Path
+from typing import Any, TypeVar
 
 from quire.server.admission import Admission
 from quire.server.arrivals import Arrivals
@@ -20,6 +21,7 @@ from quire.server.sessions import Sessions
 from quire.server.settings import ServeSettings
 
 log = logging.getLogger("quire.server")
+T = TypeVar("T")
 
 
 class State:
@@ -41,6 +43,7 @@ class State:
         self.records = Records(settings.log_text, self.models.by_name)
         self.live = Live(self)
         self.ready = False
+        self._over: asyncio.Future[ApiError] = asyncio.get_running_loop().create_future()
         self._tidying: asyncio.Task[None] | None = None
 
     def told(self, error: BaseException, param: str | None = None) -> ApiError:
@@ -89,6 +92,16 @@ class State:
         self.admission.refuse(error)
         for run in list(self.runs):
             run.fail(error)
+        if not self._over.done():
+            self._over.set_result(error)
+
+    async def unless_over(self, coming: asyncio.Future[T]) -> T:
+        """What comes, however long that takes, as long as the server has time to wait for it."""
+        either: set[asyncio.Future[Any]] = {coming, self._over}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not coming.done():
+            raise self._over.result()
+        return coming.result()
 
     async def close(self) -> None:
         """Saves sessions if that was asked for, and gives everything back."""

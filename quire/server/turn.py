@@ -126,11 +126,15 @@ async def stream(
         if not kept:
             await _given_up(begun)
 
+    known = False
+
     async def all_chunks() -> AsyncGenerator[bytes, None]:
+        nonlocal known
         try:
-            turn = await begun
+            turn = await state.unless_over(begun)
+            known = True
         except Exception as error:
-            told = state.told(error)
+            known, told = True, state.told(error)
             state.records.ends_as(told.status)
             yield refused(told)
             return
@@ -139,7 +143,7 @@ async def stream(
                 yield chunk
 
     async def close() -> None:
-        if not begun.done() or begun.cancelled():
+        if not known:
             state.records.ends_as(499)
         await _given_up(begun)
 

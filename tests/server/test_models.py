@@ -219,3 +219,26 @@ def test_a_model_that_cannot_be_loaded_costs_nobody_anything(tmp_path: Path, use
         assert error["code"] == "out_of_memory"
         assert [model.name for model in rig.state.models.loaded] == ["tiny-dense"]
         assert rig.llm.engine.memory.cached_bytes == before
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/api/generate"])
+def test_who_waits_for_a_model_when_the_time_is_over_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, path: str
+) -> None:
+    caplog.set_level("INFO", "quire.requests")
+    go_on, load = threading.Event(), Models._loaded
+
+    def slowly(self: Models, model: Any) -> Any:
+        go_on.wait(30)
+        return load(self, model)
+
+    monkeypatch.setattr(Models, "_loaded", slowly)
+    body = {"prompt": "a", "model": "tiny-dense", "stream": True}
+    with serving(tmp_path, DENSE, HYBRID, drain_s=0.2) as rig:
+        with rig.http.stream("POST", path, json=body) as answer:
+            assert answer.status_code == 200
+            rig.server.should_exit = True
+            told = answer.read().decode()
+        go_on.set()
+    assert "the server ends" in told and '"status": 503' in caplog.text
+    assert path == "/api/generate" or told.endswith("data: [DONE]\n\n")

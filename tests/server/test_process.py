@@ -141,6 +141,25 @@ def test_what_takes_too_long_is_cut_off_and_told_so(tmp_path: Path) -> None:
         assert "Traceback" not in server.process.stderr.read()  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("twice", [False, True])
+def test_who_does_not_read_is_cut_off_in_plain_words(tmp_path: Path, twice: bool) -> None:
+    """What it has not read by then is more than the connection takes."""
+    drain = "60" if twice else "1"
+    with Process(tmp_path, "--drain", drain) as server, socket.socket() as reader:
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        reader.connect(("127.0.0.1", server.port))
+        body = json.dumps({**LONG, "max_tokens": 1500, "n": 8, "logprobs": 100}).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
+        reader.sendall(f"{head}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        time.sleep(2)
+        for _ in range(1 + twice):
+            server.process.send_signal(signal.SIGINT)
+            time.sleep(0.2)
+        assert server.process.wait(20) == 0
+        told = server.process.stderr.read()  # type: ignore[union-attr]
+    assert "1 who did not read" in told and "Traceback" not in told
+
+
 def test_told_twice_it_does_not_wait_and_says_so(tmp_path: Path) -> None:
     with Process(tmp_path, "--drain", "60") as server:
         body = {**LONG, "max_tokens": 2000, "n": 8}
