@@ -143,7 +143,7 @@ class Matcher:
 
     def _raise_error(self) -> None:
         if self._matcher.is_error():
-            raise RequestError(f"the constraint failed: {_why(self._matcher)}")
+            raise RequestError(f"the constraint failed: {_why(self._matcher)}", "constraint")
 
 
 def _why(matcher: Any) -> str:

@@ -89,16 +89,17 @@ async def chat(request: Request) -> Response:
 async def begin_chat(request: Request, body: ChatBody, words: Mapping[str, str]) -> Turn:
     """Puts a conversation on the engine, whatever dialect and words it came in."""
     with worded(words):
-        return await _begun(request, body)
+        return await _begun(request, body, words)
 
 
-async def _begun(request: Request, body: ChatBody) -> Turn:
+async def _begun(request: Request, body: ChatBody, words: Mapping[str, str]) -> Turn:
     state: State = request.app.state.quire
     for old, new in (("functions", "tools"), ("function_call", "tool_choice")):
         if getattr(body, old):
             raise ApiError(400, f"{old} is not read any more: send it as {new}", param=old)
     body.sampling(body.most_tokens, body.tops)  # refused before it waits for a model
     n, stops, constraint, salt = body.choices, body.stops(), body.constraint(), body.salt
+    constraint_in = body.constraint_in or "tools"
     model = await asked_model(request, body)
 
     async def ask(llm: LLM, session: ServedSession | None) -> Ask:
@@ -112,7 +113,7 @@ async def _begun(request: Request, body: ChatBody) -> Turn:
         sampling = body.sampling(body.most_tokens, body.tops, llm.chat_sampling)
         return Ask(
             model, [prompt.tokens], sampling, n, (*stops, *prompt.stop), form,
-            body.constraint_in or "tools", salt, request.scope["quire.key"],
+            words.get(constraint_in, constraint_in), salt, request.scope["quire.key"],
             body.rank, session, prompt, whole=True,
         )  # fmt: skip
 

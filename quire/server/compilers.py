@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from quire.api.llm import LLM
 from quire.engine.constrain import Matcher
 from quire.engine.request import Request
-from quire.server.errors import ApiError, naming
+from quire.server.errors import ApiError, constrained_in, naming
 
 _SECONDS = 5.0
 _THREADS = 2
@@ -31,7 +31,7 @@ class Compilers:
 
         made = asyncio.get_running_loop().run_in_executor(self._threads, compiled)
         try:
-            with naming(param):
+            with naming(param), constrained_in(param):
                 async with asyncio.timeout(_SECONDS):
                     return await made
         except TimeoutError:

@@ -114,6 +114,17 @@ def naming(param: str | None) -> Iterator[None]:
 
 
 @contextmanager
+def constrained_in(field: str | None) -> Iterator[None]:
+    """What is wrong with a constraint is wrong with the field that it came from."""
+    try:
+        yield
+    except RequestError as error:
+        if error.param == "constraint":
+            error.param = field
+        raise
+
+
+@contextmanager
 def about(param: str) -> Iterator[None]:
     """What is wrong with a text here is wrong with this field of the request."""
     try:

@@ -22,6 +22,7 @@ from quire.engine.request import Request
 from quire.engine.work import Job
 from quire.server.admission import Place
 from quire.server.compilers import Compilers
+from quire.server.errors import constrained_in
 from quire.server.follow import News, Signal
 from quire.server.models import ServedModel
 from quire.server.scored import Scored
@@ -31,7 +32,6 @@ from quire.types import Constraint, Sampling, TokenLogprob
 
 if TYPE_CHECKING:
     from quire.server.session import ServedSession
-
 
 GoesOn = Callable[[Request, Transcript, Matcher | None], Callable[[], Job]]
 """Makes what starts a job on something that is there already."""
@@ -50,7 +50,7 @@ class Ask:
     stop: tuple[str, ...] = ()
     constraint: Constraint | None = None
     constraint_in: str | None = None
-    """The field of the request that it came from."""
+    """The field of the request that it came from, as its client calls it."""
     salt: str = ""
     key: str = ""
     """Who asks, for fairness."""
@@ -244,7 +244,8 @@ class Run:
         if self.at_end:  # before a client hears of the end, and asks for the next thing
             await self.at_end()
         if error is not None:
-            raise error
+            with constrained_in(self.ask.constraint_in):
+                raise error
 
     def close(self) -> None:
         """Ends what still runs, before the next step, and begins no more."""

@@ -354,3 +354,34 @@ def test_so_do_errors_of_streams_that_have_begun(rig: Rig, monkeypatch: pytest.M
     monkeypatch.setattr("quire.server.turn._SOON_S", 0.0)
     (failed,) = rig.events("/v1/responses", input="word " * 5000)
     assert failed["param"] == "input" and failed["code"] == "context_length_exceeded"
+
+
+ENDLESS = 'start: "a" x\nx: x x'
+"""What no text fits, which is seen behind the first token."""
+UNFIT = {
+    "type": "array", "minItems": 2, "prefixItems": [{"const": 1}, {"$ref": "#/$defs/x"}],
+    "$defs": {"x": {"anyOf": [{"$ref": "#/$defs/x"}]}},
+}  # fmt: skip
+FORMAT = {"type": "json_schema", "schema": UNFIT}
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "body"),
+    [
+        ("/v1/completions", "structured_outputs", {"structured_outputs": {"grammar": ENDLESS}}),
+        ("/v1/completions", "response_format", {"response_format": FORMAT}),
+        ("/v1/chat/completions", "response_format", {"response_format": FORMAT}),
+        ("/v1/messages", "output_config", {"output_config": {"format": FORMAT}}),
+        ("/v1/responses", "text", {"text": {"format": FORMAT}, "input": "a"}),
+        ("/completion", "grammar", {"grammar": ENDLESS}),
+        ("/completion", "json_schema", {"json_schema": UNFIT}),
+    ],
+)
+def test_so_do_constraints_that_fail_late(
+    rig: Rig, path: str, field: str, body: dict[str, Any]
+) -> None:
+    asked = {"max_tokens": 9, "prompt": "a", "messages": turns("a"), **body}
+    answer = rig.http.post(path, json=asked)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == field
+    if path != "/v1/responses":  # whose failures name none
+        assert f'"param":"{field}"' in rig.http.post(path, json={**asked, "stream": True}).text
