@@ -17,6 +17,7 @@ from quire.api.vectors import Vectors
 from quire.engine.endings import Holder, Readers
 from quire.engine.request import Request
 from quire.engine.work import Job
+from quire.text.calls import ToolChoice
 from quire.types import Completion, Constraint, Sampling, SamplingFields
 
 
@@ -170,7 +171,7 @@ class Generating(Vectors):
 
     def chat(
         self, messages: Messages, sampling: Sampling | None = None, *,
-        tools: Seq[Mapping[str, Any]] | None = None, tool_choice: str = "auto",
+        tools: Seq[Mapping[str, Any]] | None = None, tool_choice: ToolChoice = "auto",
         template_options: Mapping[str, Any] | None = None, n: int | None = None,
         stop: Stop = None, constraint: Constraint | None = None, **options: Any,
     ) -> Any:  # fmt: skip
@@ -178,10 +179,11 @@ class Generating(Vectors):
 
         It may call `tools` (functions with JSON schemas, as OpenAI has them): `tool_calls` of the
         completion has the calls, `reasoning` what it thought, `text` the rest. `tool_choice` is
-        "auto", "none", "required", or the name of the tool to call; the arguments then fit the
-        schema. `template_options` are the template's own, such as `{"enable_thinking": False}`.
-        All other options are those of `generate`. Without `sampling`, the fields that are not given
-        are those of `chat_sampling`, the model's own; `temperature=0` is greedy here too.
+        "auto", "none", "required", or the tool to call, by its name or as OpenAI has it; the
+        arguments then fit the schema. `template_options` are the template's own, such as
+        `{"enable_thinking": False}`. All other options are those of `generate`. Without `sampling`,
+        the fields that are not given are those of `chat_sampling`, the model's own; `temperature=0`
+        is greedy here too.
         """
         prompt = self.chat_prompt(messages, tools, tool_choice, template_options)
         chosen, stops = sampling or self.chat_sampling, [*stops_of(stop), *prompt.stop]
@@ -206,7 +208,7 @@ class Generating(Vectors):
 
     async def achat(
         self, messages: Messages, sampling: Sampling | None = None, *,
-        tools: Seq[Mapping[str, Any]] | None = None, tool_choice: str = "auto",
+        tools: Seq[Mapping[str, Any]] | None = None, tool_choice: ToolChoice = "auto",
         template_options: Mapping[str, Any] | None = None, n: int | None = None,
         stop: Stop = None, constraint: Constraint | None = None, **options: Any,
     ) -> Any:  # fmt: skip

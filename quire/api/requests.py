@@ -22,6 +22,7 @@ from quire.engine.work import Job
 from quire.models.active import ActiveSize
 from quire.speculate import speculator
 from quire.speculate.draft_model import Loaded
+from quire.text.calls import ToolChoice
 from quire.text.detokenize import Detokenizer, StopStrings
 from quire.text.gbnf import as_lark
 from quire.types import Behind, Completion, Constraint, Grammar, Sampling, SamplingFields, Timings
@@ -47,7 +48,7 @@ class ChatOptions(Options, total=False):
     """What goes with a conversation, as keyword arguments."""
 
     tools: Seq[Mapping[str, Any]] | None
-    tool_choice: str
+    tool_choice: ToolChoice
     template_options: Mapping[str, Any] | None
 
 

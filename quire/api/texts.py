@@ -18,7 +18,7 @@ from quire.engine.signals import SignalsLater
 from quire.errors import RequestError
 from quire.text.answers import AnswerReader
 from quire.text.call_grammar import before_answer, call_grammar
-from quire.text.calls import Tools, tools_of
+from quire.text.calls import ToolChoice, Tools, chosen_tool, tools_of
 from quire.text.styles import Style, style_of
 from quire.text.template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
@@ -106,7 +106,7 @@ class Texts:
 
     def chat_prompt(
         self, messages: Messages, tools: Seq[Mapping[str, Any]] | None = None,
-        tool_choice: str = "auto", template_options: Mapping[str, Any] | None = None,
+        tool_choice: ToolChoice = "auto", template_options: Mapping[str, Any] | None = None,
         up_to: str | None = None, one_call: bool = False,
     ) -> ChatPrompt:  # fmt: skip
         """A conversation as the model's own template writes it, and how to read the answer.
@@ -114,13 +114,9 @@ class Texts:
         Where the last message is to be gone on with, `up_to` is a mark at its end. With `one_call`
         an answer that has to call a tool ends behind its first call.
         """
-        if not isinstance(tool_choice, str):
-            raise RequestError(
-                "tool_choice is 'auto', 'none', 'required' or the name of a tool, not "
-                f"{tool_choice!r:.80}", "tool_choice",
-            )  # fmt: skip
+        mode, name = chosen_tool(tool_choice)
         style, known, listed = self.style, None, None
-        if tools is not None and tool_choice != "none":
+        if tools is not None and mode != "none":
             listed, known = self._shown(tools)
         text = self.chat_text(messages, listed, **template_options_of(template_options))
         if up_to is not None:
@@ -128,14 +124,13 @@ class Texts:
             if not found:
                 raise RequestError("this model's template cannot go on with a message", "messages")
         constraint = None
-        if known and tool_choice != "auto":
-            any_of_them = tool_choice == "required"
-            wanted = known if any_of_them else known.named(tool_choice)
-            thinking, many = style.thinking(text), any_of_them and not one_call
+        if known and mode == "required":
+            wanted = known if name is None else known.named(name)
+            thinking, many = style.thinking(text), name is None and not one_call
             constraint = call_grammar(style, wanted, self._control_token, thinking, many)
-        elif tool_choice not in ("auto", "none"):
+        elif mode == "required":
             raise RequestError(
-                f"tool_choice is {tool_choice!r:.80}, but there are no tools", "tool_choice"
+                f"tool_choice is {name or mode!r:.80}, but there are no tools", "tool_choice"
             )
         before = before_answer(style, text, self._control_token)
         return ChatPrompt(text, self.text_tokens(text), style, known, constraint, before)

@@ -14,6 +14,7 @@ from quire.errors import ContextError
 from quire.server.errors import ApiError
 from quire.server.run import Run
 from quire.text.answers import Answer
+from quire.text.calls import ToolChoice
 from quire.types import TokenLogprob
 
 _OURS = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "documents"}
@@ -57,7 +58,7 @@ def chat_prompt(
 
 
 def _continued(
-    llm: LLM, ready: list[dict[str, Any]], tools: list[dict[str, Any]] | None, choice: str,
+    llm: LLM, ready: list[dict[str, Any]], tools: list[dict[str, Any]] | None, choice: ToolChoice,
     extra: dict[str, Any], one_call: bool,
 ) -> ChatPrompt:  # fmt: skip
     """Up to the end of the last message; a mark shows where the template puts that."""
@@ -97,15 +98,15 @@ def _name(tool: Any) -> Any:
     return function.get("name") if isinstance(function, dict) else None
 
 
-def _choice(tool_choice: str | dict[str, Any] | None) -> str:
-    """auto, none, required, or the name of a tool."""
+def _choice(tool_choice: str | dict[str, Any] | None) -> ToolChoice:
+    """auto, none, required, or a tool, which may be called one of these."""
     match tool_choice:
         case None:
             return "auto"
         case "auto" | "none" | "required":
             return str(tool_choice)
         case {"function": {"name": str(name)}} | {"name": str(name)}:
-            return name
+            return {"type": "function", "function": {"name": name}}
     raise _no_choice()
 
 

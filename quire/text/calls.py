@@ -18,6 +18,8 @@ from quire.errors import RequestError
 from quire.types import ToolCall
 
 ReadCalls = Callable[[str, "Tools"], list[ToolCall] | None]
+ToolChoice = str | Mapping[str, Any]
+"""auto, none, required, or a tool: by its name, or as OpenAI has it, whatever its name is."""
 _DEEPEST = 64  # values within values
 
 
@@ -44,6 +46,19 @@ class Tools:
         """Whether a parameter takes a text, and so nothing but that."""
         properties = self.schemas.get(tool, {}).get("properties") or {}
         return bool((properties.get(parameter) or {}).get("type") == "string")
+
+
+def chosen_tool(choice: ToolChoice) -> tuple[str, str | None]:
+    """Whether tools are called (auto, none, required), and which one if it is one."""
+    match choice:
+        case str() if choice in ("auto", "none", "required"):
+            return choice, None
+        case str(name) | {"function": {"name": str(name)}}:
+            return "required", name
+    raise RequestError(
+        "tool_choice is 'auto', 'none', 'required', the name of a tool, or {'type': 'function', "
+        f"'function': {{'name': …}}}}, not {choice!r:.80}", "tool_choice",
+    )  # fmt: skip
 
 
 def tools_of(tools: object) -> tuple[list[dict[str, Any]], Tools]:

@@ -46,6 +46,28 @@ def checked(call: dict[str, object], name: str) -> None:
     assert json.loads(function["arguments"])["mood"] in ("good", "bad")
 
 
+@pytest.mark.parametrize("name", ["auto", "none", "required"])
+def test_a_named_call_is_made_whatever_its_name(rig: Rig, name: str) -> None:
+    function = {"name": name, "parameters": SCHEMA}
+    tools = [GREET, {"type": "function", "function": function}]
+    choice = {"type": "function", "function": {"name": name}}
+    answer = rig.chat("hi", tools=tools, tool_choice=choice, max_tokens=200)
+    (call,) = answer["choices"][0]["message"]["tool_calls"]
+    checked(call, name)
+    answer = rig.post(
+        "/v1/messages", messages=turns("hi"), max_tokens=200, temperature=0,
+        tools=[{"name": one, "input_schema": SCHEMA} for one in ("greet", name)],
+        tool_choice={"type": "tool", "name": name},
+    )  # fmt: skip
+    assert [one.get("name") for one in answer["content"]] == [name]
+    answer = rig.post(
+        "/v1/responses", input="hi", max_output_tokens=200, temperature=0,
+        tools=[{"type": "function", **one} for one in (GREET["function"], function)],
+        tool_choice={"type": "function", "name": name},
+    )  # fmt: skip
+    assert [one.get("name") for one in answer["output"]] == [name]
+
+
 def test_named_call_is_made(rig: Rig) -> None:
     body = {"tools": [GREET, PART], "tool_choice": NAMED, "max_tokens": 200}
     (choice,) = rig.chat("hi", **body)["choices"]

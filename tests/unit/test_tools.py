@@ -53,6 +53,15 @@ def test_a_call_must_be_made(llm: quire.LLM, choice: str) -> None:
         assert arguments["mood"] in ("good", "bad") and 1 <= arguments["times"] <= 9
 
 
+@pytest.mark.parametrize("name", ["auto", "none", "required"])
+def test_a_tool_may_be_called_like_a_choice(llm: quire.LLM, name: str) -> None:
+    tools = [{"type": "function", "function": {"name": one}} for one in (name, "other")]
+    named = {"type": "function", "function": {"name": name}}
+    done = llm.chat(HI, tools=tools, tool_choice=named, max_tokens=200)
+    assert [call.name for call in done.tool_calls] == [name]
+    assert "other" in llm.chat_prompt(HI, tools, named).text
+
+
 def test_tools_reach_the_template(llm: quire.LLM) -> None:
     plain, shown = llm.chat_prompt(HI), llm.chat_prompt(HI, TOOLS)
     assert "greet" in shown.text and "greet" not in plain.text
@@ -109,7 +118,7 @@ def test_what_cannot_be_is_refused(llm: quire.LLM, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="no tools"):
         llm.chat(HI, tool_choice="required")
     with pytest.raises(RequestError, match="tool_choice is"):
-        llm.chat(HI, tools=TOOLS, tool_choice={"name": "greet"})  # type: ignore[call-overload]
+        llm.chat(HI, tools=TOOLS, tool_choice={"name": "greet"})
     with pytest.raises(RequestError, match="leave constraint out"):
         llm.chat(HI, tools=TOOLS, tool_choice="required", constraint=quire.Json())
     path = tmp_path / "plain.gguf"
