@@ -80,6 +80,8 @@ class Planner:
         """
         if sequence.edited or sequence.apart or not self._memory.is_shared(sequence.id):
             return False
+        if not self._memory.could_hold(sequence.length):
+            return False
         self._room.lose(sequence, apart=True)
         return True
 

@@ -12,7 +12,7 @@ from quire.memory.checkpoint import Checkpoint, Checkpoints
 from quire.memory.groups.group import AnyGroup
 from quire.memory.groups.layout import Int32
 from quire.memory.lease import AppendTransaction, Lease
-from quire.memory.pages.demand import Demand, by_pool, fit_together
+from quire.memory.pages.demand import Demand, by_pool, fit_alone, fit_together
 from quire.memory.pages.pool import PagePool
 from quire.memory.tiers.parking import Parked
 
@@ -132,6 +132,10 @@ class Books:
             if count:
                 whole += [need for group in self.groups for need in group.most_pages(1, count)]
         return by_pool(whole)
+
+    def could_hold(self, n_tokens: int) -> bool:
+        """Whether a sequence of so many tokens might fit, if it were the only one."""
+        return fit_alone([need for g in self.groups for need in g.least_pages(n_tokens)])
 
     def room_for_draft(self, seq: int) -> int:
         """The most new tokens of which a step can keep any number; `fits` says if there is room."""

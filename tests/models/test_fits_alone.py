@@ -134,3 +134,24 @@ def test_what_does_not_fit_alone_fails_as_it_did(tight: Tight) -> None:
             if fork.position > len(HERE):  # what it had made stays
                 fork.rewind(len(HERE) - fork.position)
             tight.goes_on(fork)
+
+
+def test_what_could_never_fit_is_not_computed_again(
+    tight: Tight, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A context may be longer than memory: who shares pages has no more room without them."""
+    with quire.load(tight.llm.path, n_ctx=128, threads=1, kv_cache_tokens=64) as llm:
+        runner, computed = llm.engine.runner, []
+        launch = runner.launch
+
+        def counted(plan: Any, *rest: Any) -> Any:
+            computed.append(plan.n_tokens)
+            return launch(plan, *rest)
+
+        monkeypatch.setattr(runner, "launch", counted)
+        with llm.session() as session:
+            session.append(HERE).checkpoint("here")
+            with pytest.raises(BudgetError, match="a sequence of 65 tokens does not fit"):
+                session.generate(max_tokens=20, ignore_eos=True)
+            assert sum(computed) == 64
+            tight.goes_on(session.rewind("here"))

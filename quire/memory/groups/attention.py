@@ -96,6 +96,9 @@ class AttentionGroup(Group[Table]):
     def most_pages(self, n_seqs: int, n_tokens: int) -> Demand:
         return [(self.pool, n_tokens // self.layout.page_tokens + 2 * n_seqs)]
 
+    def least_pages(self, n_tokens: int) -> Demand:
+        return [(self.pool, self.layout.pages_for(n_tokens))]
+
     def demand(self, wanted: Sequence[Wanted[Table]]) -> Demand:
         return [(self.pool, plan_growth(self.pool, wanted)[1])]
 

@@ -155,6 +155,10 @@ class Group(ABC, Generic[T]):
         """Pages that so many tokens more, in so many sequences, take at most."""
 
     @abstractmethod
+    def least_pages(self, n_tokens: int) -> Demand:
+        """Pages that a sequence of so many tokens holds at least, in each pool."""
+
+    @abstractmethod
     def demand(self, wanted: Sequence[Wanted[T]]) -> Demand:
         """Pages that it takes exactly."""
 

@@ -87,6 +87,9 @@ class RecurrentGroup(Group[StateTable]):
         logs = 3 if self._pools.at_positions else 2  # a shared log is copied, then followed
         return [(self.states, 2 * n_seqs), (self.logs, logs * n_seqs)]
 
+    def least_pages(self, n_tokens: int) -> Demand:
+        return [(self.states, 1), (self.logs, 0)]
+
     def demand(self, wanted: Sequence[Wanted[StateTable]]) -> Demand:
         states, logs = self._pools.need_of_all([wanted])
         return [(self.states, states), (self.logs, logs)]

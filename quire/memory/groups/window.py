@@ -14,6 +14,7 @@ from quire.memory.groups.group import Change, Wanted
 from quire.memory.groups.layout import AttentionLayout
 from quire.memory.groups.table import HOLE, Table
 from quire.memory.groups.table_append import TableAppend
+from quire.memory.pages.demand import Demand
 
 
 class WindowGroup(AttentionGroup):
@@ -42,6 +43,9 @@ class WindowGroup(AttentionGroup):
     def append(self, parts: Sequence[Sequence[Wanted[Table]]]) -> TableAppend:
         passed = None if self.swa_full else self._passed
         return TableAppend(self.pool, self.layout, self._rows, parts, passed)
+
+    def least_pages(self, n_tokens: int) -> Demand:
+        return super().least_pages(n_tokens if self.swa_full else min(n_tokens, self.window))
 
     def _first_seen(self, next_position: int) -> int:
         """The smallest position that has to stay when a sequence goes on at `next_position`.

@@ -29,6 +29,16 @@ def fit_together(demand: Iterable[tuple[PagePool, int]]) -> bool:
     return all(_fits_budget(wanted) for wanted in by_budget.values())
 
 
+def fit_alone(demand: Demand) -> bool:
+    """Whether pools might have so many pages if nobody held any of theirs, budget by budget."""
+    left = {id(pool.budget.whole): pool.budget.free for pool, _ in demand}
+    for pool, n in demand:
+        if n > pool.max_pages:
+            return False
+        left[id(pool.budget.whole)] += pool.committed - n * pool.page_bytes
+    return all(n_bytes >= 0 for n_bytes in left.values())
+
+
 def _fits_budget(demand: Demand) -> bool:
     budget = demand[0][0].budget
     enough = budget.free // len(demand)
