@@ -211,6 +211,7 @@ class Session(Uncopied, Appended):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes all of it to a file, marks too; `llm.open` goes on from it without computing.
 
+        Marks that memory has no room for beside it are kept as tokens, to be computed again.
         Of those that save under one name at once, one does so after the other: the file that stays
         is whole, and of the last.
         """

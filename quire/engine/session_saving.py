@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from quire.engine.engine import Engine
 from quire.engine.sequence import Mark, Record, Sequence
-from quire.errors import RequestError, SessionFileError
+from quire.errors import OutOfMemory, RequestError, SessionFileError
 from quire.files import replace_file
 from quire.memory.saved.types import Extra, StateFlags
 from quire.memory.saved.write import state_image
@@ -32,21 +33,23 @@ class Saving:
         engine.check_open()
         written = _written(notes)
         engine.ensure_resident(sequence)
-        together = {mark.checkpoint for mark in marks.values()}
-        for mark in marks.values():
-            engine.history.bring_back(mark, sequence, together)
+        here = _brought_back(engine, sequence, marks.values())
         arrays: dict[str, NDArray[Any]] = {}
         arithmetic = engine.runner.model.arithmetic
         facts = _told(sequence.record(), arrays, "", arithmetic)
         told = []
         for i, mark in enumerate(marks.values()):
-            place = _told(mark.record, arrays, f"mark {i} ", arithmetic)
+            record = mark.record if mark in here else replace(mark.record, computed=0)
+            place = _told(record, arrays, f"mark {i} ", arithmetic)
             told.append({"name": mark.name, "checkpoint": mark.checkpoint, **place})
         extra = Extra({**facts, "marks": told, "notes": written}, arrays)
-        names = [mark.checkpoint for mark in marks.values()]
+        names = [mark.checkpoint for mark in here]
+        empty = [mark.checkpoint for mark in marks.values() if mark not in here]
         self._engine = engine
-        self._image = state_image(engine.memory, sequence.id, StateFlags.WHOLE, names, model, extra)
-        held = engine.history.hold(sequence, marks.values())
+        self._image = state_image(
+            engine.memory, sequence.id, StateFlags.WHOLE, names, model, extra, empty
+        )
+        held = engine.history.hold(sequence, here)
         engine.budget.whole.passing += 1
         self.let_go = partial(_let_go, engine, held)
         """It is written, or will not be; once is enough."""
@@ -69,6 +72,24 @@ class Saving:
     def check(self) -> None:
         """Refuses to keep what was written after the model was closed: its pages were gone."""
         self._engine.check_open()
+
+
+def _brought_back(engine: Engine, sequence: Sequence, marks: Collection[Mark]) -> list[Mark]:
+    """Those marks of a sequence whose pages are here now, beside its own.
+
+    Where memory has no room for all of them, some are kept as tokens, which are computed again when
+    the mark is gone back to.
+    """
+    here, together = [], {mark.checkpoint for mark in marks}
+    for mark in marks:
+        try:
+            engine.history.bring_back(mark, sequence, together)
+        except OutOfMemory:
+            if mark.record.whole is not None:  # it cannot be computed again
+                raise
+            continue
+        here.append(mark)
+    return here
 
 
 def _let_go(engine: Engine, held: list[Mark]) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 import quire
 from quire.engine.sequence import PARKED
-from quire.errors import BudgetError
+from quire.errors import BudgetError, OutOfMemory
 from tests import session_kinds
 
 GO: dict[str, Any] = {"max_tokens": 4, "ignore_eos": True}
@@ -134,6 +134,38 @@ def test_what_does_not_fit_alone_fails_as_it_did(tight: Tight) -> None:
             if fork.position > len(HERE):  # what it had made stays
                 fork.rewind(len(HERE) - fork.position)
             tight.goes_on(fork)
+
+
+def test_a_session_is_saved_that_does_not_fit_with_all_its_marks(
+    tight: Tight, tmp_path: Path
+) -> None:
+    """Those in a tier are saved as tokens; with the rest it fits, and so it can be opened."""
+    file = tmp_path / "saved"
+    with tight.llm.session() as session:
+        session.append(STORY[:50]).checkpoint("first")
+        session.rewind(-48).append(STORY[9:49]).checkpoint("second")
+        here = session.tokens
+        session.save(file)
+    with tight.llm.open(file) as again:
+        assert again.tokens == here and list(again.marks) == ["first", "second"]
+        tight.goes_on(again)
+        tight.goes_on(again.rewind("first"))
+        assert again.tokens == STORY[:50]
+        tight.goes_on(again.rewind("second"))
+
+
+@pytest.mark.parametrize("tight", ["dense", "window", "moe"], indirect=True)
+def test_a_mark_that_cannot_be_computed_again_is_not_saved_without_its_pages(
+    tight: Tight, tmp_path: Path
+) -> None:
+    with tight.llm.session() as session:
+        session.append(STORY[:50]).remove(4, 8)
+        session.checkpoint("edited")
+        session.rewind(-44).append(STORY[9:49])
+        with pytest.raises(OutOfMemory):
+            session.save(tmp_path / "saved")
+        assert not (tmp_path / "saved").exists()
+        tight.goes_on(session)
 
 
 def test_what_could_never_fit_is_not_computed_again(

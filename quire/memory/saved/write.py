@@ -37,9 +37,12 @@ class Image:
 
 def state_image(
     memory: Memory, seq: int, flags: StateFlags, checkpoints: Sequence[str], model: str,
-    extra: Extra,
+    extra: Extra, empty: Sequence[str] = (),
 ) -> Image:  # fmt: skip
-    """A sequence and the checkpoints named; or (-1) all sequences and checkpoints."""
+    """A sequence and the checkpoints named; or (-1) all sequences and checkpoints.
+
+    Those named in `empty` are written as if they held nothing.
+    """
     memory.check_idle()
     snapshot = Snapshot(*split_groups(memory.groups, flags))
     partial = StateFlags.PARTIAL in flags
@@ -52,6 +55,8 @@ def state_image(
     every = [one.name for one in saved if not one.cached]
     for name in every if seq < 0 else checkpoints:
         _add_checkpoint(memory, snapshot, name)
+    for name in empty:
+        snapshot.add_checkpoint(name, seq, {group.name: group.empty() for group in memory.groups})
     kind = "memory" if seq < 0 else "sequence"
     return _image(memory, kind, flags, snapshot, model, extra)
 
