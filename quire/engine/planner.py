@@ -76,12 +76,15 @@ class Planner:
         """Whether it is computed again by itself, where that may do with less room.
 
         To write into a page that others hold too takes a copy: a page more than it takes alone,
-        and as long as it holds the page as well, those others cannot leave with it.
+        and as long as it holds the page as well, those others cannot leave with it. What cannot be
+        computed again goes to a tier by itself, and comes back when they have left.
         """
-        if sequence.edited or sequence.apart or not self._memory.is_shared(sequence.id):
+        if sequence.apart or not self._memory.is_shared(sequence.id):
             return False
         if not self._memory.could_hold(sequence.length):
             return False
+        if sequence.edited:
+            return self._room.park_apart(sequence)
         self._room.lose(sequence, apart=True)
         return True
 

@@ -262,6 +262,20 @@ class Room:
         self.counts["parked"] += 1
         return True
 
+    def park_apart(self, sequence: Sequence) -> bool:
+        """Moves all a sequence holds to a tier, copies of what others hold too: those can go then.
+
+        False where there is no room for all of them.
+        """
+        memory, copies = self._memory, self._memory.copies()
+        here = sum(pool.used * pool.page_bytes for pool in memory.pools)
+        if self._tiers.for_bytes(memory.park_bytes(sequence.id, copies) + here) is None:
+            return False
+        if not self.park(sequence, copies):
+            return False
+        sequence.park(apart=True)
+        return True
+
     def _note_parked(self, together: Leavers | None) -> None:
         """Those whose pages went along with another's are parked too."""
         for id in together.members if together else ():

@@ -140,12 +140,18 @@ class Scheduler:
         if last.count > 1:
             half = planned([Entry(sequence, last.count // 2, ends=False)])
             return Plan(half.entries, half.counts, back=plan.back)
-        error = BudgetError(
-            f"a sequence of {sequence.length} tokens does not fit memory, beside what marks, "
-            "pinned prefixes and other sessions hold; raise memory_budget or kv_cache_tokens, or "
-            "close some"
+        return Plan([], [], failed=[(sequence, _no_room(sequence))])
+
+
+def _no_room(sequence: Sequence) -> BudgetError:
+    beside = "does not fit memory, beside what marks, pinned prefixes and other sessions hold"
+    advice = "raise memory_budget or kv_cache_tokens, or close some"
+    if sequence.status is PARKED:  # and edited: else it would be computed again
+        return BudgetError(
+            f"a sequence has to come back from a tier as it left, which {beside}; {advice}, or "
+            f"rewind it to its first {sequence.whole} tokens, before those that were taken out"
         )
-        return Plan([], [], failed=[(sequence, error)])
+    return BudgetError(f"a sequence of {sequence.length} tokens {beside}; {advice}")
 
 
 def _entry(sequence: Sequence, room: int) -> Entry | None:

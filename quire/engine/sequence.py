@@ -106,7 +106,7 @@ class Sequence:
         self.active = False  # whether the scheduler has it
         self.expecting = False  # whether only the device knows its last token
         self.preempted = False  # whether it gave way and has not run since
-        self.apart = False  # whether it computes what others hold too: sharing left it no room
+        self.apart = False  # whether it has what others hold for itself: sharing left it no room
         self.cached = 0  # tokens of the current request that were in memory when it came
         self.miss = ""  # why its other tokens were not
         self.branch_at: int | None = None  # where its prompt leaves one that is known already
@@ -208,9 +208,9 @@ class Sequence:
 
     # -- pages ----------------------------------------------------------------------------------
 
-    def park(self) -> None:
-        """Its pages went to a tier."""
-        self.status = PARKED
+    def park(self, apart: bool = False) -> None:
+        """Its pages went to a tier; apart, so did copies of those that others hold."""
+        self.status, self.apart = PARKED, self.apart or apart
 
     def unpark(self) -> None:
         """Its pages are back."""

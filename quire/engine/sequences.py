@@ -98,8 +98,9 @@ class Sequences:
                     raise TierError("the pages of a session could not be read back from disk")
             elif sequence.edited:
                 raise BudgetError(
-                    f"a session of {sequence.length} tokens has no room to come back to; "
-                    "close others, or raise memory_budget"
+                    "a session has to come back from a tier as it left, and there is no room for "
+                    "that; close others, raise memory_budget, or rewind it to its first "
+                    f"{sequence.whole} tokens, before those that were taken out"
                 )
             else:
                 self.room.lose(sequence)

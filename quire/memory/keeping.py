@@ -57,6 +57,10 @@ class Keeping(Books):
                 counts[pool.name][pages] += 1
         return Leavers(members, counts)
 
+    def copies(self) -> Leavers:
+        """Nobody; with them a sequence takes copies along of what others hold too."""
+        return Leavers((), {pool.name: pool.refs for pool in self.pools})
+
     def given_back_but(self, stay: Sequence[int | str], budget: Budget) -> int:
         """Bytes of a budget that come back when only these sequences and checkpoints stay."""
         held, freed = self._pages_of(stay, self.reserved), 0

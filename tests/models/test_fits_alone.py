@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -187,3 +188,37 @@ def test_what_could_never_fit_is_not_computed_again(
                 session.generate(max_tokens=20, ignore_eos=True)
             assert sum(computed) == 64
             tight.goes_on(session.rewind("here"))
+
+
+@pytest.mark.parametrize("tight", ["dense", "window", "moe"], indirect=True)
+def test_forks_that_cannot_be_computed_again(tight: Tight) -> None:
+    """They share every page that there is, and each needs one more to write in: they take turns."""
+    with tight.llm.session() as first:
+        first.append(STORY).remove(4, 8)
+        wanted = first.generate(**GO).token_ids
+        first.rewind(-4)
+        with first.fork() as second, second.fork() as third:
+            for one in (third, first, second, third):
+                assert one.generate(**GO).token_ids == wanted
+                one.rewind(-4)
+            with second.stream(**GO) as stream:
+                assert third.generate(**GO).token_ids == wanted
+                assert "".join(stream) and stream.completion.token_ids == wanted
+            first.checkpoint("here")
+            assert first.generate(**GO).token_ids == wanted
+
+
+@pytest.mark.parametrize("tight", ["dense"], indirect=True)
+def test_who_cannot_come_back_is_told_how_far_it_can_go_back(tight: Tight) -> None:
+    with quire.load(tight.llm.path, n_ctx=128, threads=1) as llm, llm.session() as session:
+        session.append(STORY + STORY[:40]).remove(4, 8)
+        assert llm.engine.room.park(session.sequence)
+        session.rewind(-80)
+        with pytest.raises(BudgetError) as refused:
+            llm.resize(1000)
+        (least,) = re.findall(r"at least ([\d,]+)", str(refused.value))
+        llm.resize(int(least.replace(",", "")))
+        for use in (lambda: session.generate(**GO), lambda: session.checkpoint("here")):
+            with pytest.raises(BudgetError, match="rewind it to its first 4 tokens"):
+                use()
+        tight.goes_on(session.rewind(4 - session.position))
