@@ -55,7 +55,7 @@ def within_budget(one: Described, settings: LoadConfig) -> Described:
     if asked is None:
         return one
     # Margin, libraries and graphs are not of it.
-    return replace(one, free=asked, margin=0, libraries=0, graphs=0, asked=True)
+    return replace(one, free=asked, margin=0, libraries=0, graphs=0, asked=True, real=one.free)
 
 
 def _gpus() -> list[str]:

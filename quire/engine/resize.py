@@ -103,11 +103,15 @@ def _room_of_one(engine: Engine, limits: Mapping[Budget, int], settings: Context
         least = stays + max(takes, pages - engine.room.own(budget))
         if limit < least:
             held = ", ".join(f"{use} {size:,}" for use, size in sorted(budget.breakdown.items()))
+            most = max(device.budget.limit, device.capacity)
+            enough = f", or pass at least {least:,}"
+            if least > most:
+                enough = f": {least:,} would do, and {device.name} has {most:,}"
             who = f"a request of {running - 1:,} tokens that runs" if running > 1 else "a sequence"
             raise BudgetError(
                 f"the budget of {device.name} cannot become {limit:,} bytes: {stays:,} of the "
                 f"{budget.used:,} that are held stay (held: {held}), and {who} takes {takes:,} at "
-                f"least; close sessions or wait, or pass at least {least:,}"
+                f"least; close sessions or wait{enough}"
             )
         left[device] = limit - stays
     return longest_on_each(engine.memory.specs_by_device, left.__getitem__, settings)

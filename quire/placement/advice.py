@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from quire.errors import DoesNotFit
+from quire.placement.described import Described
 from quire.placement.plan import DevicePlan, Plan, over
 from quire.placement.wanted import FLOOR, Wanted
 from quire.placement.words import size
@@ -22,20 +23,27 @@ _OPEN = ("auto", None)
 def refusal(plan: Plan, wanted: Wanted, best: Try) -> DoesNotFit:
     """Of a plan that does not fit, the best there is."""
     need = "; ".join(
-        f"{one.device.name} needs {size(needs)}{_uses(one)} and has {size(has)}"
+        f"{one.device.name} needs {size(needs)}{_uses(one)} and {_has(one.device, needs, has)}"
         for one, needs, has in over(plan.devices)
     )
     nearest: Plan | None = None
     advice: list[dict[str, Any]] = []
-    if all(one.device.asked for one, *_ in over(plan.devices)):
+    if all(one.device.asked and needs <= one.device.real for one, needs, _ in over(plan.devices)):
         advice.append({"memory_budget": _budget(plan, wanted)})
     for changes in _ways_out(plan, wanted, best):
         nearest = nearest or best(_changed(wanted, changes))
         advice.append(changes)
     told = "what would fit: " + ", or ".join(map(_said, advice))
     if not advice:
-        told = "close other programs, or take a smaller model"
+        told = "ask for less, close other programs, or take a smaller model"
     return DoesNotFit(f"{plan.model.name} does not fit: {need}; {told}", nearest, tuple(advice))
+
+
+def _has(device: Described, needs: int, has: int) -> str:
+    """What there is, and where no budget would do, what there could be."""
+    if device.asked and needs > device.real:
+        return f"may have {size(has)}, of {size(device.real)} that are free"
+    return f"has {size(has)}"
 
 
 def _budget(plan: Plan, wanted: Wanted) -> str | dict[str, str]:
@@ -45,6 +53,8 @@ def _budget(plan: Plan, wanted: Wanted) -> str | dict[str, str]:
     """
     useful = max(plan.load.n_ctx, min(FLOOR, plan.model.n_ctx_train))
     roomy = plan if wanted.n_ctx else plan.with_load(replace(plan.load, n_ctx=useful))
+    if any(one.device.asked and one.total > one.device.real for one in roomy.devices):
+        roomy = plan
     needs = {one.device.name: one.total for one in roomy.devices}
     asked = {one.device.name: one.device.free for one in roomy.devices if one.device.asked}
     if asked.keys() == needs.keys() and len(set(asked.values())) == 1:

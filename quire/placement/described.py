@@ -39,6 +39,8 @@ class Described:
     """What recorded steps will take."""
     asked: bool = False
     """Whether `memory_budget` is what it has free."""
+    real: int = 0
+    """What it has free in fact, where that is asked for."""
 
     @property
     def limit(self) -> int:

@@ -228,6 +228,19 @@ def test_a_budget_that_is_short_on_gpus_is_told_what_would_do(named: bool) -> No
     assert "close other programs" not in str(caught.value)
 
 
+def test_no_budget_is_advised_that_the_machine_does_not_have() -> None:
+    path, more = MODELS / "tiny-dense", {"n_ctx": 2000, "n_parallel": 9000, "threads": 1}
+    for there, told in (("100GiB", "memory_budget='"), ("1GiB", "may have 1.0 MiB, of 1.00 GiB")):
+        with pytest.raises(DoesNotFit) as caught:
+            quire.plan(path, devices=[f"cpu:{there}"], memory_budget="1MiB", **more)
+        assert told in str(caught.value)
+        assert ("memory_budget" in str(caught.value.advice)) == (there == "100GiB")
+    # Where a useful context is more than there is, what is enough for any is told.
+    with pytest.raises(DoesNotFit, match=r"memory_budget='2\.1") as caught:
+        quire.plan(path, devices=["cpu:3MiB"], memory_budget="1MiB", threads=1)
+    assert quire.plan(path, devices=["cpu:3MiB"], threads=1, **caught.value.advice[0]).fits
+
+
 def test_a_draft_model_has_the_room_that_was_planned(peaks: dict[int, int]) -> None:
     path, room = MODELS / "tiny-dense", {"n_ctx": 400, "threads": 2}
     plan = quire.plan(path, devices=["cpu:8GiB"], draft=path, n_parallel=2, **room)

@@ -300,3 +300,20 @@ def test_a_tier_that_is_too_small_is_known_before(
         llm.resize(enough)
         for one in (llm, other):
             one.memory.audit()
+
+
+def test_what_a_refusal_tells_is_no_more_than_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = session_kinds.write("dense", tmp_path)
+    with quire.load(path, n_ctx=500, threads=1) as llm:
+        llm.resize(llm.budget.used + 50_000)
+        for device in llm.engine.runner.devices:
+            monkeypatch.setattr(device, "capacity", llm.budget.limit + 1)
+        with llm.session() as session:
+            session.append([7] * 10)
+            monkeypatch.setattr(session.sequence, "length", 499)  # of a prompt on its way
+            monkeypatch.setattr(llm.engine.scheduler, "active", [session.sequence])
+            with pytest.raises(BudgetError, match="would do, and cpu has"):
+                llm.resize(1000)
+            monkeypatch.undo()
