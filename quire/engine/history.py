@@ -178,9 +178,19 @@ class History:
     def remove(self, sequence: Sequence, start: int, stop: int) -> None:
         """Takes computed tokens out of the middle; those behind move up, and no hole is left.
 
-        Where there is no room to move them in, nothing has changed.
+        Where there is no room to move them in, nothing has changed. What others hold too has to be
+        copied for that: where there is no room for both, those leave.
         """
         self.ensure_resident(sequence)
+        try:
+            self._remove(sequence, start, stop)
+        except BudgetError:
+            if not (self.memory.is_shared(sequence.id) and self.room.park_apart(sequence)):
+                raise
+            self.ensure_resident(sequence)
+            self._remove(sequence, start, stop)
+
+    def _remove(self, sequence: Sequence, start: int, stop: int) -> None:
         before: str | None = self.memory.checkpoint_save(sequence.id)
         try:
             self._take_out(sequence, start, stop)

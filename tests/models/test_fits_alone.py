@@ -208,6 +208,21 @@ def test_forks_that_cannot_be_computed_again(tight: Tight) -> None:
             assert first.generate(**GO).token_ids == wanted
 
 
+@pytest.mark.parametrize("tight", ["dense", "window", "moe"], indirect=True)
+def test_tokens_are_taken_out_of_a_fork(tight: Tight) -> None:
+    """All pages behind them are turned, which takes copies of those that others hold."""
+    with tight.llm.session() as alone:
+        alone.append(HERE).remove(4, 8)
+        wanted = alone.generate(**GO).token_ids
+    with tight.llm.session() as first:
+        first.append(HERE).checkpoint("here")
+        with first.fork() as second:
+            assert second.remove(4, 8).generate(**GO).token_ids == wanted
+            assert first.remove(4, 8).generate(**GO).token_ids == wanted
+            tight.goes_on(first.rewind("here"))
+            assert second.rewind(-4).generate(**GO).token_ids == wanted
+
+
 @pytest.mark.parametrize("tight", ["dense"], indirect=True)
 def test_who_cannot_come_back_is_told_how_far_it_can_go_back(tight: Tight) -> None:
     with quire.load(tight.llm.path, n_ctx=128, threads=1) as llm, llm.session() as session:
