@@ -165,7 +165,7 @@ class _Answer:
         choices = []
         for index, said in enumerate(parts):
             answer = sum((one.answer for one in said), Answer())
-            logprobs = self._logprobs([one for part in said for one in part.logprobs])
+            logprobs = await self._logprobs([one for part in said for one in part.logprobs])
             choices.append({
                 "index": index, "message": _message(answer), "logprobs": logprobs,
                 "finish_reason": said[-1].finish_reason,
@@ -190,7 +190,8 @@ class _Answer:
                 if part.answer or part.logprobs:
                     delta = _delta(part.answer, calls[part.choice])
                     calls[part.choice] += len(part.answer.tool_calls)
-                    choice = _choice(part.choice, delta, self._logprobs(part.logprobs), None)
+                    logprobs = await self._logprobs(part.logprobs)
+                    choice = _choice(part.choice, delta, logprobs, None)
                     yield event({**head, "choices": [choice], **usage, **watched.token()})
                 if part.finish_reason:
                     going -= 1
@@ -203,8 +204,10 @@ class _Answer:
             yield event(self._state.told(error).as_dict())
         yield DONE
 
-    def _logprobs(self, logprobs: list[Any]) -> dict[str, Any] | None:
-        return chat_form(self._llm.tokenizer, logprobs) if self._body.logprobs else None
+    async def _logprobs(self, logprobs: list[Any]) -> dict[str, Any] | None:
+        if not self._body.logprobs:
+            return None
+        return await chat_form(self._llm.tokenizer, logprobs)
 
     def _end(self, usage: bool = True) -> dict[str, Any]:
         run = self._run

@@ -169,7 +169,7 @@ class _Answer:
         for index, deltas in enumerate(parts):
             text = self._echo(index) + "".join(d.text for d in deltas)
             logprobs = self._scores(index) + [one for d in deltas for one in d.logprobs]
-            choices.append(self._choice(index, text, logprobs, deltas[-1].finish_reason))
+            choices.append(await self._choice(index, text, logprobs, deltas[-1].finish_reason))
         return {**self._head, "choices": choices, **self._end()}
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
@@ -188,7 +188,7 @@ class _Answer:
                     text = self._echo(delta.choice) + text
                     logprobs = self._scores(delta.choice) + logprobs
                 going -= delta.finish_reason is not None
-                choice = self._choice(delta.choice, text, logprobs, delta.finish_reason)
+                choice = await self._choice(delta.choice, text, logprobs, delta.finish_reason)
                 end = self._end(usage=False) if not going and not usage else {}
                 told = {"choices": [choice], **usage, **watched.token(), **end}
                 yield event({**self._head, **told})
@@ -209,16 +209,16 @@ class _Answer:
         prompt = index // self._run.ask.n
         return of_prompt(self._run.ask.prompts[prompt], self._run.scores[prompt])
 
-    def _choice(
+    async def _choice(
         self, index: int, text: str, logprobs: list[TokenLogprob], finish: str | None
     ) -> dict[str, Any]:
         told = None
         if self._body.logprobs is True:
-            told = chat_form(self._llm.tokenizer, logprobs)
+            told = await chat_form(self._llm.tokenizer, logprobs)
         elif self._body.tops is not None:
             if index not in self._legacy:
                 self._legacy[index] = Legacy(self._llm.tokenizer)
-            told = self._legacy[index].form(logprobs)
+            told = await self._legacy[index].form(logprobs)
         return {"index": index, "text": text, "logprobs": told, "finish_reason": finish}
 
     def _end(self, usage: bool = True) -> dict[str, Any]:

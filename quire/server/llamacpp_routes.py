@@ -187,7 +187,7 @@ async def _whole(run: Run, body: LlamaBody) -> list[dict[str, Any]]:
         tokens = [token for part in said for token in part.token_ids]
         logprobs = [one for part in said for one in part.logprobs]
         end = _end(run, body, at, "".join(part.text for part in said), tokens)
-        made.append(end | _probabilities(run, logprobs))
+        made.append(end | await _probabilities(run, logprobs))
     return made
 
 
@@ -204,7 +204,7 @@ async def _events(turn: Turn, body: LlamaBody) -> AsyncGenerator[bytes, None]:
                     "index": at, "content": delta.text, "tokens": delta.token_ids, "stop": False,
                     "id_slot": -1, "tokens_predicted": len(job.token_ids),
                     "tokens_evaluated": job.prompt_tokens,
-                    **_probabilities(run, delta.logprobs), **watched.token(),
+                    **await _probabilities(run, delta.logprobs), **watched.token(),
                 })  # fmt: skip
             if delta.finish_reason:
                 yield event(_end(run, body, at, "", []))
@@ -240,8 +240,8 @@ def _cut_off(run: Run, at: int) -> bool:
     return run.ask.answers and job.finish_reason == "length" and len(job.token_ids) < most
 
 
-def _probabilities(run: Run, logprobs: list[TokenLogprob]) -> dict[str, Any]:
+async def _probabilities(run: Run, logprobs: list[TokenLogprob]) -> dict[str, Any]:
     """Of the tokens that came, where that was asked for."""
     if run.ask.sampling.logprobs is None:
         return {}
-    return {"completion_probabilities": with_ids(run.llm.tokenizer, logprobs)}
+    return {"completion_probabilities": await with_ids(run.llm.tokenizer, logprobs)}

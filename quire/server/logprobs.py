@@ -1,18 +1,40 @@
-"""Log-probabilities in OpenAI's two forms."""
+"""Log-probabilities in OpenAI's two forms.
+
+Those of many tokens, with many others each, take long to write: a thread does that, and the event
+loop goes on.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import math
 from codecs import getincrementaldecoder
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 from quire.text.tokenizer import Tokenizer
 from quire.types import TokenLogprob
 
+T = TypeVar("T")
+_FEW = 1000
+"""So many log-probabilities are written in a few milliseconds."""
 
-def chat_form(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+
+async def _written(
+    write: Callable[[Sequence[TokenLogprob]], T], logprobs: Sequence[TokenLogprob]
+) -> T:
+    if sum(1 + len(one.top) for one in logprobs) <= _FEW:
+        return write(logprobs)
+    return await asyncio.to_thread(write, logprobs)
+
+
+async def chat_form(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
     """As `/v1/chat/completions` tells them: bytes too, and the likeliest others."""
+    return await _written(partial(_chat_form, tokenizer), logprobs)
+
+
+def _chat_form(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
     content = []
     for one in logprobs:
         top = [_told(tokenizer, token, value) for token, value in one.top]
@@ -20,8 +42,12 @@ def chat_form(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> dict[st
     return {"content": content, "refusal": None}
 
 
-def with_ids(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+async def with_ids(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
     """As llama.cpp's `/completion` tells them: those of chats, with token ids."""
+    return await _written(partial(_with_ids, tokenizer), logprobs)
+
+
+def _with_ids(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
     told = []
     for one in logprobs:
         top = [{"id": token, **_told(tokenizer, token, value)} for token, value in one.top]
@@ -48,8 +74,11 @@ class Legacy:
         self._characters = getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
-    def form(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+    async def form(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
         """What is told of the next tokens."""
+        return await _written(self._form, logprobs)
+
+    def _form(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
         tokens: list[str] = []
         offsets: list[int] = []
         tops: list[dict[str, float | None] | None] = []

@@ -238,11 +238,11 @@ async def _parts(run: Run) -> AsyncGenerator[Spoken, None]:
             yield part
 
 
-def _logprobs(run: Run, logprobs: list[TokenLogprob]) -> dict[str, Any]:
+async def _logprobs(run: Run, logprobs: list[TokenLogprob]) -> dict[str, Any]:
     """Of the tokens that came, where that was asked for."""
     if run.ask.sampling.logprobs is None:
         return {}
-    return {"logprobs": chat_form(run.llm.tokenizer, logprobs)["content"]}
+    return {"logprobs": (await chat_form(run.llm.tokenizer, logprobs))["content"]}
 
 
 async def _whole(run: Run, form: Any) -> dict[str, Any]:
@@ -250,7 +250,7 @@ async def _whole(run: Run, form: Any) -> dict[str, Any]:
     async for part in _parts(run):
         said, finish = said + part.answer, part.finish_reason or finish
         logprobs += part.logprobs
-    return {**_head(run), **form(said), **_end(run, finish), **_logprobs(run, logprobs)}
+    return {**_head(run), **form(said), **_end(run, finish), **await _logprobs(run, logprobs)}
 
 
 async def _lines(turn: Turn, form: Any) -> AsyncGenerator[bytes, None]:
@@ -259,7 +259,7 @@ async def _lines(turn: Turn, form: Any) -> AsyncGenerator[bytes, None]:
         async for part in _parts(run):
             finish = part.finish_reason or finish
             if part.answer or part.logprobs:
-                told = {**form(part.answer), **_logprobs(run, part.logprobs)}
+                told = {**form(part.answer), **await _logprobs(run, part.logprobs)}
                 yield line({**_head(run), **told, "done": False})
         yield line({**_head(run), **form(Answer()), **_end(run, finish)})
     except Exception as error:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from typing import Any
 
 import pytest
 
 from quire.engine.constrain import Constrainer
+from quire.server import logprobs
 from tests.server.rig import Rig, turns
 
 STORY = "It was a dark night, and the old man"
@@ -109,6 +111,33 @@ def test_logit_bias_bans_and_forces(rig: Rig) -> None:
     assert forced["choices"][0]["text"] == rig.llm.decode([300])
     error = rig.refused(400, "/v1/completions", prompt="a", logit_bias={"x": 1})
     assert error["param"] == "logit_bias"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": STORY, "logprobs": 100, "max_tokens": 40}),
+        ("/v1/completions", {"prompt": [9] * 40, "logprobs": 100, "max_tokens": 1, "echo": True}),
+        ("/v1/chat/completions", {"messages": turns("a"), "logprobs": True, "top_logprobs": 20}),
+        ("/completion", {"prompt": STORY, "n_probs": 100, "n_predict": 40}),
+        ("/api/generate", {"prompt": STORY, "raw": True, "logprobs": True, "top_logprobs": 20,
+                           "model": "tiny-dense", "stream": False}),
+    ],
+)  # fmt: skip
+def test_many_logprobs_are_not_written_on_the_event_loop(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    """It would stand still for seconds, and with it everybody's answers."""
+    writers = set()
+
+    def noting(logprob: float, finite: Any = logprobs._finite) -> Any:
+        writers.add(threading.current_thread().name)
+        return finite(logprob)
+
+    monkeypatch.setattr(logprobs, "_finite", noting)
+    most = {"max_tokens": 90, "options": {"num_predict": 90, "temperature": 0}}
+    rig.post(path, **{**most, "ignore_eos": True, "temperature": 0, **body})
+    assert writers and all(name.startswith("quire") for name in writers), writers
 
 
 def test_logprobs_in_both_forms(rig: Rig) -> None:
