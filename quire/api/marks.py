@@ -30,7 +30,7 @@ class Marked:
 
     def checkpoint(self, name: str | None = None) -> Mark:
         """A mark of this place, under a name of this session; moves no bytes."""
-        return self._loop.call(lambda: self._mark(name))
+        return self._loop.call_with_room(lambda: self._mark(name))
 
     def _mark(self, name: str | None) -> Mark:
         if name is None:
@@ -70,7 +70,7 @@ class Marked:
 
     def rewind(self, to: Mark | str | int) -> Self:
         """Back to a mark, to one by its name, or by a negative number of tokens."""
-        self._loop.call(lambda: self._rewind(to))
+        self._loop.call_with_room(lambda: self._rewind(to))
         return self
 
     def _rewind(self, to: Mark | str | int) -> None:

@@ -171,7 +171,7 @@ class Session(Uncopied, Appended):
             self._engine.history.share(self._marks.values())
             return Session(self._llm, twin, self._marks, notes)
 
-        return self._loop.call(fork)
+        return self._loop.call_with_room(fork)
 
     def keep(self, pin: bool = False, ttl_s: float | None = None) -> Session:
         """Keeps this place for whatever begins the same; pinned, until ttl_s seconds are over.
@@ -225,7 +225,7 @@ class Session(Uncopied, Appended):
 
         loop.seat.check_process()  # a lock that another thread had before a fork stays locked
         with self._llm.writers.of(where), holder.lock:
-            saving = loop.call(begin)
+            saving = loop.call_with_room(begin)
             try:
                 saving.write(where, lambda: loop.call(saving.check))
             finally:
@@ -261,7 +261,7 @@ class Session(Uncopied, Appended):
             return ready(sequence, holder)
 
         with holder.lock:
-            while isinstance(found := self._loop.call(attempt), Work):
+            while isinstance(found := self._loop.call_with_room(attempt), Work):
                 self._loop.finish(found)
         return found
 

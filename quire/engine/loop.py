@@ -22,9 +22,11 @@ from quire.engine.seat import Seat
 from quire.engine.sequence import Sequence
 from quire.engine.waiting import NAP
 from quire.engine.work import Job, Work
-from quire.errors import RequestError
+from quire.errors import OutOfMemory, RequestError
 from quire.types import StepOutput
 
+PATIENCE_S = 10.0
+"""How long who lacks room waits for files that hold some of it: others come and go."""
 T = TypeVar("T")
 A = TypeVar("A", bound=Aside)
 
@@ -45,6 +47,24 @@ class Loop:
     def call(self, fn: Callable[[], T]) -> T:
         """Does something with the engine while no step runs, and returns what came of it."""
         return self.seat.call(lambda: self.settled(fn))
+
+    def call_with_room(self, fn: Callable[[], T]) -> T:
+        """`call`; where a file that is read or written holds what it lacks, it is tried again."""
+        if self.seat.mine:  # whoever reads or writes could not end while this waits
+            return self.call(fn)
+        until = time.monotonic() + PATIENCE_S
+        while not (made := self.call(lambda: self.tried(fn, until))):
+            time.sleep(NAP)
+        return made[0]
+
+    def tried(self, fn: Callable[[], T], until: float) -> list[T]:
+        """What came of something; nothing where it lacks what a file holds, and may wait for it."""
+        try:
+            return [fn()]
+        except OutOfMemory:
+            if not self.engine.budget.whole.passing or time.monotonic() >= until:
+                raise
+            return []
 
     def later(self, action: Callable[[], None]) -> None:
         """Does something before the next step, from wherever; nobody waits for it."""

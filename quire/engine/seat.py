@@ -93,7 +93,7 @@ class Seat:
         Whoever calls in a loop would else have the seat again before a sleeper has woken up.
         """
         self.check_process()
-        if self._mine:
+        if self.mine:
             self._check_between_steps()
             return fn()
         with SignalsLater():
@@ -132,13 +132,14 @@ class Seat:
 
         Garbage is collected in the middle of steps, and what goes may close what it had.
         """
-        if self._mine:
+        if self.mine:
             self.later(action)
         else:
             self.call(action)
 
     @property
-    def _mine(self) -> bool:
+    def mine(self) -> bool:
+        """Whether this thread drives."""
         return self._driver == threading.get_ident()
 
     def _check_between_steps(self) -> None:
@@ -164,7 +165,7 @@ class Seat:
     def turn(self, steps: Steps) -> bool:
         """One turn: what others asked for, and a step; False when somebody else drives."""
         self.check_process()
-        if self._mine:
+        if self.mine:
             self._check_between_steps()
         with SignalsLater():
             if not self.take():

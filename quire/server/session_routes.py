@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +13,9 @@ from starlette.responses import Response
 
 from quire.api.llm import LLM
 from quire.api.session import Session
+from quire.engine.loop import PATIENCE_S
 from quire.engine.sequence import Mark
+from quire.engine.waiting import NAP
 from quire.server.asking import check_ids, in_thread
 from quire.server.conversation import chat_prompt
 from quire.server.errors import ApiError, about, naming, not_found
@@ -259,4 +263,13 @@ async def _look(session: ServedSession) -> dict[str, Any]:
 async def _on_loop(
     session: ServedSession, fn: Callable[[], Any], unwanted: Callable[[Any], Any] = lambda _: None
 ) -> Any:
-    return await session.model.call(fn, unwanted)
+    """What came of something, as soon as no file that is read or written holds what it lacks."""
+    loop, until = session.model.llm.loop, time.monotonic() + PATIENCE_S
+
+    def unwanted_all(made: list[Any]) -> None:
+        for one in made:
+            unwanted(one)
+
+    while not (made := await session.model.call(lambda: loop.tried(fn, until), unwanted_all)):
+        await asyncio.sleep(NAP)
+    return made[0]

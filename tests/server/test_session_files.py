@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
+from quire.memory.saved.write import Image
 from quire.server import sessions
 from quire.server.session import ServedSession
 from tests.server.rig import DENSE, HYBRID, serving, turns
@@ -117,6 +119,33 @@ def test_no_new_session_takes_a_name_that_is_being_written(
         rig.refused(409, "/v1/sessions", id="kept")
         end.set()
         assert saved.result()["name"] == "kept"
+
+
+@pytest.mark.parametrize("deed", ["rewind", "save"])
+def test_who_lacks_what_is_being_written_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deed: str
+) -> None:
+    writing, go_on, write = threading.Event(), threading.Event(), Image.write
+
+    def slowly(self: Image, io: BinaryIO) -> None:
+        writing.set()
+        assert go_on.wait(20)
+        write(self, io)
+
+    load = {"kv_cache_tokens": 192, "n_ctx": 192}
+    with serving(tmp_path, load=load) as rig, ThreadPoolExecutor() as pool:
+        rig.post("/v1/sessions", id="first", prompt=[300] * 110)
+        rig.post("/v1/sessions/first/checkpoint", name="here")
+        rig.post("/v1/sessions", id="second", prompt=[301] * 160)
+        monkeypatch.setattr(Image, "write", slowly)
+        saved = pool.submit(rig.post, "/v1/sessions/second/save")
+        assert writing.wait(20)
+        body = {"to": "here"} if deed == "rewind" else {"name": "other"}
+        done = pool.submit(rig.http.post, f"/v1/sessions/first/{deed}", json=body)
+        with pytest.raises(TimeoutError):
+            done.result(0.2)
+        go_on.set()
+        assert done.result().status_code == 200 and saved.result()["position"] == 160
 
 
 def test_what_a_files_own_model_says_of_it_is_told(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, Thread
@@ -33,19 +33,26 @@ def greedy(session: quire.Session, n: int = 24) -> list[int]:
     return list(session.generate(max_tokens=n, temperature=0, ignore_eos=True).token_ids)
 
 
-class Writing(Thread):
-    """Saves a session in a thread of its own."""
+class Deed(Thread):
+    """Does something in a thread of its own."""
 
-    def __init__(self, session: quire.Session, where: Path) -> None:
+    def __init__(self, do: Callable[[], object]) -> None:
         super().__init__(daemon=True)
-        self.session, self.where = session, where
+        self._do = do
         self.error: BaseException | None = None
 
     def run(self) -> None:
         try:
-            self.session.save(self.where)
+            self._do()
         except BaseException as error:
             self.error = error
+
+
+class Writing(Deed):
+    """Saves a session."""
+
+    def __init__(self, session: quire.Session, where: Path) -> None:
+        super().__init__(lambda: session.save(where))
 
 
 @contextmanager
@@ -135,6 +142,37 @@ def test_pages_that_are_written_stay_when_memory_is_short(
         with llm.open(where) as again:
             assert greedy(again, 20) == expected
         llm.memory.audit()
+
+
+@pytest.mark.parametrize("what", ["rewind", "checkpoint", "fork", "remove", "save"])
+def test_who_lacks_what_is_written_waits_for_it(
+    what: str, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pages are in a tier, and those of the other cannot go there before they are written."""
+    deeds: dict[str, Callable[[quire.Session], object]] = {
+        "rewind": lambda one: one.rewind("there"), "checkpoint": lambda one: one.checkpoint("here"),
+        "fork": lambda one: one.fork().close(), "remove": lambda one: one.remove(2, 3),
+        "save": lambda one: one.save(tmp_path / "other.quire"),
+    }  # fmt: skip
+    with quire.load(path, kv_cache_tokens=192, n_ctx=192, swap_space="8MiB") as llm:
+        tokens = llm.encode(TEXT)
+        with llm.session() as other, llm.session() as session:
+            other.append(tokens[:110]).remove(4, 8)
+            other.checkpoint("there")
+            session.append(tokens[200:360])
+            with slow_disk(monkeypatch) as (begun, go_on):
+                writing = Writing(session, tmp_path / "story.quire")
+                writing.start()
+                assert begun.wait(SOON_S)
+                waits = Deed(lambda: deeds[what](other))
+                waits.start()
+                waits.join(0.2)
+                assert waits.is_alive()
+                go_on.set()
+                waits.join(SOON_S)
+                writing.join(SOON_S)
+            assert waits.error is None and writing.error is None
+            llm.memory.audit()
 
 
 def test_a_model_that_is_closed_meanwhile_leaves_the_old_file(
