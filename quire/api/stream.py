@@ -178,6 +178,7 @@ async def off_the_loop(do: Callable[[], T], unwanted: Callable[[T], object] | No
         while not task.done():
             with suppress(asyncio.CancelledError):
                 await asyncio.wait([task])
-        if unwanted and not task.cancelled() and task.exception() is None:
+        failed = task.cancelled() or task.exception() is not None  # unseen, asyncio would tell it
+        if unwanted and not failed:
             unwanted(task.result())
         raise

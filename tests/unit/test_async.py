@@ -423,3 +423,32 @@ def test_whoever_comes_just_as_the_thread_finds_nothing_to_do_waits_all_the_same
     seat._news.ring()
     assert not seat._nothing_to_do()
     assert done.woken and not late.woken
+
+
+def test_who_is_cancelled_is_told_of_no_failure(llm: quire.LLM) -> None:
+    """Nobody waits for it any more: the event loop has nothing to complain of."""
+    session, told = llm.session(), []
+    begun, go_on = threading.Event(), threading.Event()
+
+    def fail(*_: Any) -> None:
+        begun.set()
+        go_on.wait(10)
+        raise RequestError("not now")
+
+    session._appending = fail  # type: ignore[assignment,method-assign]
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: told.append(what))
+        task = asyncio.create_task(session.aappend([1, 2]))
+        await asyncio.to_thread(begun.wait, 10)
+        task.cancel()
+        await asyncio.sleep(0)
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        del task
+        gc.collect()
+        await asyncio.sleep(0)
+
+    asyncio.run(main())
+    assert not told
