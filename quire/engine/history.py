@@ -10,7 +10,7 @@ from functools import partial
 from quire.engine.prefix_cache import PrefixCache
 from quire.engine.room import Rank, Room
 from quire.engine.runner import for_callers
-from quire.engine.sequence import PARKED, Mark, Record, Sequence, check_whole
+from quire.engine.sequence import LOST, PARKED, Mark, Record, Sequence, check_whole
 from quire.errors import BudgetError, OutOfMemory, RequestError
 from quire.memory.memory import Memory
 from quire.memory.status import Status
@@ -188,6 +188,8 @@ class History:
             if not (self.memory.is_shared(sequence.id) and self.room.park_apart(sequence)):
                 raise
             self.ensure_resident(sequence)
+            if sequence.status is LOST:  # some of them cannot leave now: it had no way back
+                raise
             self._remove(sequence, start, stop)
 
     def _remove(self, sequence: Sequence, start: int, stop: int) -> None:

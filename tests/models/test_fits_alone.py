@@ -223,6 +223,21 @@ def test_tokens_are_taken_out_of_a_fork(tight: Tight) -> None:
             assert second.rewind(-4).generate(**GO).token_ids == wanted
 
 
+@pytest.mark.parametrize("tight", ["dense", "window", "moe"], indirect=True)
+def test_tokens_stay_in_a_fork_that_finds_no_way_back(tight: Tight) -> None:
+    """Who shares its pages may be held, as by a file: it is whole, and computed when it is used."""
+    history, loop = tight.llm.engine.history, tight.llm.loop
+    with tight.llm.session() as first:
+        first.append(HERE).logits()
+        with first.fork() as second:
+            held = loop.call(lambda: history.hold(first.sequence, []))
+            with pytest.raises(BudgetError, match="no room to move up"):
+                second.remove(4, 8)
+            loop.call(lambda: history.let_go(held))
+            assert second.tokens == HERE
+            tight.goes_on(second)
+
+
 @pytest.mark.parametrize("tight", ["dense"], indirect=True)
 def test_who_cannot_come_back_is_told_how_far_it_can_go_back(tight: Tight) -> None:
     with quire.load(tight.llm.path, n_ctx=128, threads=1) as llm, llm.session() as session:
