@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -12,6 +13,9 @@ from quire.cli.human import plural, size_text
 from quire.cli.remote import Answer, Missing, Remote
 from quire.cli.streams import cut
 from quire.errors import RequestError
+
+_ENDS_S, _NAP_S = 10.0, 0.02
+"""How long an answer that was interrupted may take to end, and how often that is asked for."""
 
 
 @dataclass
@@ -161,17 +165,27 @@ class RemoteConversation:
         """Gives all pages back; a server that is gone holds none."""
         for branch in self.branches.values():
             with suppress(RequestError):
+                self._seen(branch.id)
                 self._server.ask("DELETE", f"/v1/sessions/{branch.id}")
 
     def _look(self) -> None:
         """What the session holds; a server that was started anew gets another one."""
         here = self.branch
         try:
-            self._here = self._server.ask("GET", f"/v1/sessions/{here.id}")
+            self._here = self._seen(here.id)
         except Missing:
             self._here = self._server.ask("POST", "/v1/sessions", {"model": self._model})
             here.id = self._here["id"]
             here.ends.clear()
+
+    def _seen(self, id: str) -> Any:
+        """What a session holds once nothing runs there: until then it is refused to go on."""
+        until = time.monotonic() + _ENDS_S
+        while (seen := self._server.ask("GET", f"/v1/sessions/{id}"))["status"] == "generating":
+            if time.monotonic() >= until:
+                break
+            time.sleep(_NAP_S)
+        return seen
 
     def _back(self, position: int) -> None:
         """Lets the session go back at once, so that what is unsaid is held no longer."""

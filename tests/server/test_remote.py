@@ -144,6 +144,19 @@ def test_an_interrupt_ends_an_answer_and_not_the_conversation(rig: Rig, tmp_path
     assert rig.http.get("/v1/sessions").json()["data"] == []
 
 
+def test_a_conversation_waits_for_the_end_of_what_was_interrupted(rig: Rig) -> None:
+    """The server hears of it a moment later: until then it refuses whatever is asked of it."""
+    long = {"temperature": 0, "max_tokens": 500, "ignore_eos": True}
+    for _ in range(5):
+        with closing(RemoteConversation(Remote(rig.url), long, {})) as talk:
+            for act in (lambda: None, lambda: talk.rewind(1), lambda: talk.save("kept")):
+                act()
+                answer = talk.say("Hello there")
+                next(answer)
+                answer.close()
+        assert rig.http.get("/v1/sessions").json()["data"] == []
+
+
 def test_a_chat_goes_on_where_something_was_refused(rig: Rig) -> None:
     first = rig.llm.chat(turns("Hello there"), max_tokens=8, temperature=0).text
     talk = f"/save a/b\n{'word ' * 3000}\nHello there\n"
