@@ -265,8 +265,11 @@ class Room:
     def park_apart(self, sequence: Sequence) -> bool:
         """Moves all a sequence holds to a tier, copies of what others hold too: those can go then.
 
-        False where there is no room for all of them.
+        False where there is no room for all of them, or a file is read or written: what that holds
+        stays here, and the way back would be closed.
         """
+        if self._prefix.budget.whole.passing:
+            return False
         memory, copies = self._memory, self._memory.copies()
         here = sum(pool.used * pool.page_bytes for pool in memory.pools)
         if self._tiers.for_bytes(memory.park_bytes(sequence.id, copies) + here) is None:

@@ -175,6 +175,29 @@ def test_who_lacks_what_is_written_waits_for_it(
             llm.memory.audit()
 
 
+def test_a_fork_of_what_is_written_waits_and_computes_nothing_meanwhile(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pages would go to a tier, find no way back, and be computed again, over and over."""
+    with quire.load(path, kv_cache_tokens=192, n_ctx=192, swap_space="8MiB") as llm:
+        with llm.session() as session:
+            session.append(llm.encode(TEXT)[:160]).logits()
+            with session.fork() as fork, slow_disk(monkeypatch) as (begun, go_on):
+                writing = Writing(session, tmp_path / "story.quire")
+                writing.start()
+                assert begun.wait(SOON_S)
+                waits = Deed(lambda: fork.remove(4, 8))
+                waits.start()
+                waits.join(0.2)
+                assert waits.is_alive() and not any(llm.engine.room.counts.values())
+                go_on.set()
+                waits.join(SOON_S)
+                writing.join(SOON_S)
+                assert waits.error is None and writing.error is None
+                assert fork.position == 156
+        llm.memory.audit()
+
+
 def test_a_model_that_is_closed_meanwhile_leaves_the_old_file(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
