@@ -41,7 +41,7 @@ _COMMANDS = {
 _HELP = "\n".join(f"{name} {told}" for name, told in _COMMANDS.items())
 _KEYS = "Enter sends, Alt-Enter begins a new line, Ctrl-C empties the line or ends an answer."
 _SHORT = 500  # characters of a message that do not push everything else off the screen
-_FULL = "/forget drops the oldest exchanges, /rewind the last, /clear all; -c allows more"
+_FULL = "/forget drops the oldest exchanges, /rewind the last, /clear all"
 
 
 def obey(conversation: Talk, line: str) -> bool:

@@ -20,6 +20,8 @@ from quire.cli.streams import cut, note, shown
 from quire.errors import RequestError
 
 URL = "http://127.0.0.1:8080"
+LARGER = "quire serve -c"
+"""What makes its context larger."""
 _SENT = {
     "model", "prompt", "asked", "file", "raw", "system", "stop", "json_schema", "grammar",
     "grammar_file", "regex", "as_json", "n_predict", "temp", "top_k", "top_p", "min_p",
@@ -194,7 +196,7 @@ def run_remotely(server: Remote, options: dict[str, Any]) -> None:
         sys.stdout.write("\n")
         sys.stdout.flush()
     if answer.reason == "length":
-        note(f"quire: {cut(answer.tokens, body['max_tokens'])}")
+        note(f"quire: {cut(answer.tokens, body['max_tokens'], LARGER)}")
         if constraint is not None:
             sys.exit(1)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from quire.cli.conversation import Message, check_count, check_known, check_new
 from quire.cli.human import plural, size_text
-from quire.cli.remote import Answer, Missing, Remote
+from quire.cli.remote import LARGER, Answer, Missing, Remote
 from quire.cli.streams import cut
 from quire.errors import RequestError
 
@@ -87,7 +87,7 @@ class RemoteConversation:
         """Why the last answer has no end, if it has none."""
         if self._last.reason != "length":
             return None
-        return cut(self._last.tokens, self._sampling["max_tokens"])
+        return cut(self._last.tokens, self._sampling["max_tokens"], LARGER)
 
     def rewind(self, count: int) -> None:
         """Takes back the last exchanges."""

@@ -54,11 +54,11 @@ def shown(text: str) -> str:
     return text.translate(_STEERING) if sys.stdout.isatty() else text
 
 
-def cut(made: int, most: int) -> str:
-    """Why an answer of so many tokens has no end, and what to do."""
+def cut(made: int, most: int, larger: str = "-c") -> str:
+    """Why an answer of so many tokens has no end, and what to do; what makes contexts larger."""
     if made >= most:
         return f"the answer was cut after {most} tokens; -n allows more, -1 any number"
-    return "the answer was cut because the context is full; -c allows more"
+    return f"the answer was cut because the context is full; {larger} allows more"
 
 
 def note(text: str, dim: bool = False) -> None:

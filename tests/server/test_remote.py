@@ -144,6 +144,15 @@ def test_an_interrupt_ends_an_answer_and_not_the_conversation(rig: Rig, tmp_path
     assert rig.http.get("/v1/sessions").json()["data"] == []
 
 
+def test_a_context_that_is_full_is_the_servers(rig: Rig) -> None:
+    asked = ("run", "-n", "-1", "--ignore-eos", "Hello there", "--url", rig.url)
+    assert "full; quire serve -c allows more" in CliRunner().invoke(main, asked).stderr
+    whole = {"temperature": 0, "max_tokens": 4096, "ignore_eos": True}
+    with closing(RemoteConversation(Remote(rig.url), whole, {})) as talk:
+        "".join(talk.say("Hello there"))
+        assert talk.full and "quire serve -c allows more" in (talk.cut() or "")
+
+
 def test_a_conversation_waits_for_the_end_of_what_was_interrupted(rig: Rig) -> None:
     """The server hears of it a moment later: until then it refuses whatever is asked of it."""
     long = {"temperature": 0, "max_tokens": 500, "ignore_eos": True}
