@@ -245,8 +245,7 @@ class Engine(Admission):
             one.kept, one.branch = 0, None
         self._gain([one for one in accepted if one.tokens or one.error])
         for entry in plan.entries:
-            if entry.sequence.active and entry.sequence.pending == 0:
-                self.history.want_logits(entry.sequence)
+            self._choose_again(entry.sequence)
 
     def _forget(self) -> None:
         """Takes back the step that follows one that broke off: what it makes is not read."""
@@ -255,8 +254,16 @@ class Engine(Admission):
             sequence = entry.sequence
             if sequence.expecting:
                 self.history.truncate(sequence, sequence.length - 1)
-            elif sequence.active and sequence.pending == 0:
+            else:
+                self._choose_again(sequence)
+
+    def _choose_again(self, sequence: Sequence) -> None:
+        """Has logits that nobody chose from computed once more; who cannot have that, fails."""
+        try:
+            if sequence.active and sequence.pending == 0:
                 self.history.want_logits(sequence)
+        except QuireError as error:
+            self._fail(sequence, error)
 
     def _one_by_one(self) -> None:
         """Steps each sequence alone; one that cannot go on fails, and the others do not."""

@@ -20,7 +20,8 @@ from quire.engine.endings import Holder
 from quire.engine.seat import Seat
 from quire.engine.signals import SignalsLater
 from quire.engine.waiting import Call, Waiter
-from tests import tiny
+from quire.errors import RequestError
+from tests import session_kinds, tiny
 from tests.model_folders import MODELS, model_folder
 
 GO: dict[str, Any] = {"ignore_eos": True}
@@ -337,3 +338,36 @@ def test_what_a_broken_step_chose_is_not_told_to_the_next_request(way: str) -> N
                 kept = session.position
                 made = session.generate(max_tokens=6, temperature=0.0, **GO)
                 assert made.token_ids == session.tokens[kept:] and len(made.token_ids) == 6
+
+
+def test_an_interrupt_ends_what_cannot_be_computed_once_more(tmp_path: Path) -> None:
+    """A window may have passed what the last token of an edited session saw: it waits for nothing.
+
+    What it holds stays, and goes on behind more tokens.
+    """
+    path = session_kinds.write("window", tmp_path)
+    with quire.load(path, n_ctx=160, page_tokens=16, threads=1) as llm:
+        step, steps, passed = llm.engine.step, iter(range(1000)), 0
+        llm.engine.step = lambda: (next(steps), step())[1]  # type: ignore[method-assign]
+        for length in range(60, 78):
+            with llm.session() as session:
+                session.append(range(5, 25)).remove(0, 4)
+                session.append([7 + i % 90 for i in range(length)])
+                calls = iter(range(1, 99))
+
+                def process(_: list[int], row: Any, calls: Any = calls) -> Any:
+                    if next(calls) == 4:
+                        raise KeyboardInterrupt
+                    return row
+
+                with pytest.raises(KeyboardInterrupt):
+                    session.generate(max_tokens=8, logit_processors=[process], **GO)
+                kept = session.tokens
+                assert len(kept) == 16 + length + 3
+                try:
+                    session.logits()
+                except RequestError:
+                    passed += 1
+                assert session.tokens == kept
+                session.append([9]).generate(max_tokens=2, **GO)
+        assert passed
