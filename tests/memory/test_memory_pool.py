@@ -150,7 +150,7 @@ def test_without_demand_paging_everything_is_taken_at_once() -> None:
     assert pool.committed == resident(pool) == size
     pool.close()
     assert pool.budget.used == 0
-    with pytest.raises(BudgetError, match="pages of test needs"):
+    with pytest.raises(BudgetError, match="pages of test alone takes"):
         make(10_048, max_pages=50, limit=size - 1, demand_paged=False)
 
 
