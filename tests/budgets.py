@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from weakref import WeakKeyDictionary
 
 import pytest
 
 import quire
 from quire.devices.budget import Budget
 
+Peaks = WeakKeyDictionary[Budget, int]
+
 
 @pytest.fixture
-def peaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, int]]:
+def peaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Peaks]:
     """The most that each budget has held."""
-    found: dict[int, int] = {}
+    found: Peaks = WeakKeyDictionary()
     reserve = Budget.reserve
 
     def noted(self: Budget, n_bytes: int, what: str) -> None:
         reserve(self, n_bytes, what)
-        found[id(self)] = max(found.get(id(self), 0), self.used)
+        found[self] = max(found.get(self, 0), self.used)
 
     monkeypatch.setattr(Budget, "reserve", noted)
     yield found

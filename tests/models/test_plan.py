@@ -21,7 +21,7 @@ from quire.models.loader import MIXER, OUTPUT, Part
 from quire.ops import count_bytes
 from quire.placement.kernels import Kernels, panel_tokens
 from tests import tiny
-from tests.budgets import peaks
+from tests.budgets import Peaks, peaks
 from tests.gguf_export import export
 from tests.model_folders import MODELS, RANDOM, TRAINED, model_folder
 
@@ -30,7 +30,7 @@ N_CTX = 640
 PROMPT = [int(i) for i in np.random.default_rng(2).integers(3, 250, 512)]
 
 
-def filled(path: Path, peaks: dict[int, int], **settings: Any) -> list[tuple[str, int, int]]:
+def filled(path: Path, peaks: Peaks, **settings: Any) -> list[tuple[str, int, int]]:
     """One sequence up to the whole context: for each device what was planned and held."""
     settings = {"n_ctx": N_CTX, "threads": 2, "memory_budget": "512MiB", **settings}
     with quire.load(path, **settings) as llm:
@@ -38,18 +38,18 @@ def filled(path: Path, peaks: dict[int, int], **settings: Any) -> list[tuple[str
             session.append(PROMPT)
             session.generate(max_tokens=N_CTX - 512, ignore_eos=True)
         planned = {one.device.name: one.total for one in llm.plan.devices}
-        return [(d.name, planned[d.name], peaks[id(d.budget)]) for d in llm.devices]
+        return [(d.name, planned[d.name], peaks[d.budget]) for d in llm.devices]
 
 
 @pytest.mark.parametrize("name", [*TRAINED, *RANDOM])
 @pytest.mark.host
-def test_planned_is_held(name: str, peaks: dict[int, int], tmp_path: Path) -> None:
+def test_planned_is_held(name: str, peaks: Peaks, tmp_path: Path) -> None:
     ((_, planned, held),) = filled(model_folder(name, tmp_path), peaks)
     assert abs(planned - held) <= 0.01 * held
 
 
 @pytest.mark.parametrize("name", ["tiny-dense", "tiny-hybrid", "tiny-window", "mamba2", "tiny-moe"])
-def test_planned_is_held_on_each_device(name: str, peaks: dict[int, int], tmp_path: Path) -> None:
+def test_planned_is_held_on_each_device(name: str, peaks: Peaks, tmp_path: Path) -> None:
     """For every number of layers beside the host."""
     path = model_folder(name, tmp_path)
     with quire.load(path) as llm:

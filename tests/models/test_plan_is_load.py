@@ -18,7 +18,7 @@ from quire.api import plan as planning
 from quire.devices import host
 from quire.errors import DoesNotFit, QuireError
 from quire.placement.speed import Bandwidth
-from tests.budgets import peaks
+from tests.budgets import Peaks, peaks
 from tests.model_folders import MODELS, TRAINED
 
 __all__ = ["peaks"]
@@ -111,7 +111,7 @@ def filled(llm: quire.LLM, sequences: int, draft: quire.LLM | None = None) -> in
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_what_fits_runs_in_what_was_planned(name: str, peaks: dict[int, int]) -> None:
+def test_what_fits_runs_in_what_was_planned(name: str, peaks: Peaks) -> None:
     """All sequences at once, and nobody gives way; only arrays make do with less."""
     rng = random.Random(name)
     for _ in range(3):
@@ -122,14 +122,14 @@ def test_what_fits_runs_in_what_was_planned(name: str, peaks: dict[int, int]) ->
         for budget in (planned.total, short):
             with quire.load(MODELS / name, memory_budget=budget, swap_space=0, **room) as llm:
                 gave_way = filled(llm, sequences)
-                assert peaks[id(llm.budget)] <= budget
+                assert peaks[llm.budget] <= budget
                 assert not gave_way or budget == short
         with pytest.raises(DoesNotFit):
             quire.plan(MODELS / name, memory_budget=short - 1, **room)
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_planned_is_held_in_a_short_context(name: str, peaks: dict[int, int]) -> None:
+def test_planned_is_held_in_a_short_context(name: str, peaks: Peaks) -> None:
     """By a prompt that fills it, and by as many steps of one token."""
     n_ctx = 300
     with quire.load(MODELS / name, n_ctx=n_ctx, threads=2, memory_budget="512MiB") as llm:
@@ -138,7 +138,7 @@ def test_planned_is_held_in_a_short_context(name: str, peaks: dict[int, int]) ->
         llm.forget()
         with llm.session() as session:
             session.append([7]).generate(max_tokens=n_ctx - 1, ignore_eos=True)
-        held, planned = peaks[id(llm.budget)], llm.plan.devices[0].total
+        held, planned = peaks[llm.budget], llm.plan.devices[0].total
     assert abs(planned - held) <= 0.01 * held
 
 
@@ -241,7 +241,7 @@ def test_no_budget_is_advised_that_the_machine_does_not_have() -> None:
     assert quire.plan(path, devices=["cpu:3MiB"], threads=1, **caught.value.advice[0]).fits
 
 
-def test_a_draft_model_has_the_room_that_was_planned(peaks: dict[int, int]) -> None:
+def test_a_draft_model_has_the_room_that_was_planned(peaks: Peaks) -> None:
     path, room = MODELS / "tiny-dense", {"n_ctx": 400, "threads": 2}
     plan = quire.plan(path, devices=["cpu:8GiB"], draft=path, n_parallel=2, **room)
     budget = plan.devices[0].total
@@ -250,7 +250,7 @@ def test_a_draft_model_has_the_room_that_was_planned(peaks: dict[int, int]) -> N
         quire.load(path, beside=llm, threads=2) as draft,
     ):
         assert not filled(llm, 2, draft)
-        assert peaks[id(llm.budget)] <= budget
+        assert peaks[llm.budget] <= budget
 
 
 @pytest.mark.parametrize("granule", [64 << 10, 1 << 20])
