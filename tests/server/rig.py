@@ -26,8 +26,8 @@ HYBRID = str(MODELS / "tiny-hybrid")
 class Rig:
     """A running server, and a client for it."""
 
-    def __init__(self, settings: ServeSettings) -> None:
-        self._listening = socket.create_server(("127.0.0.1", 0), backlog=512)
+    def __init__(self, settings: ServeSettings, port: int = 0) -> None:
+        self._listening = socket.create_server(("127.0.0.1", port), backlog=512)
         self.port: int = self._listening.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.server = make(settings)
@@ -115,13 +115,13 @@ def turns(*texts: str) -> list[dict[str, str]]:
 
 @contextmanager
 def serving(
-    folder: Path, *models: str, load: dict[str, Any] | None = None, **more: Any
+    folder: Path, *models: str, load: dict[str, Any] | None = None, port: int = 0, **more: Any
 ) -> Iterator[Rig]:
-    """A server for the tests of one block."""
+    """A server for the tests of one block; on a port that is free, unless told."""
     settings = ServeSettings(
         models=models or (DENSE,), session_dir=folder, load={"threads": 1, **(load or {})}, **more
     )
-    rig = Rig(settings)
+    rig = Rig(settings, port)
     try:
         yield rig
     finally:

@@ -236,6 +236,22 @@ def test_what_was_not_sent_is_not_lost(server: Rig, tab: Tab) -> None:
     tab.wrong = [text for text in tab.wrong if "ERR_FAILED" not in text]  # the browser's own words
 
 
+def test_a_conversation_outlives_the_server(chromium: Any, tmp_path: Path) -> None:
+    """Where it was saved: the page asks the next server for it."""
+    with serving(tmp_path, save_sessions="drain") as rig:
+        tab = Tab(chromium, rig.url).live()
+        rig.post("/v1/sessions", id="another", prompt="Once")
+        tab.send("Hello there")
+        name, said = tab.text("#chat-h"), tab.said()
+    tab.page.wait_for_selector("#live[data-state=lost]")
+    with serving(tmp_path, port=rig.port):
+        tab.live()
+        assert (tab.text("#chat-h"), tab.said()) == (name, said)
+        tab.send("And then?")
+        assert tab.said()[:2] == said and len(tab.said()) == 4
+    tab.context.close()
+
+
 def test_a_second_press_makes_a_second_session(server: Rig, tab: Tab) -> None:
     """Though the page has not heard of the first."""
     tab.page.evaluate("for (let i = 0; i < 3; i++) document.querySelector('#new-session').click()")

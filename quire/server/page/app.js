@@ -2,7 +2,7 @@
 
 import { call, events } from "./api.js";
 import { showBudget } from "./budget.js";
-import { showChat, useTree } from "./chat.js";
+import { reopenTalk, showChat, useTree } from "./chat.js";
 import { $, follow, h, say } from "./dom.js";
 import { showPages } from "./pages.js";
 import { showPlots } from "./plots.js";
@@ -35,6 +35,7 @@ async function offerModels() {
 async function watch() {
   state = {};
   await offerModels();
+  await reopenTalk();
   for await (const change of events("GET", "/v1/memory/events")) {
     Object.assign(state, change);
     live("live", "live");

@@ -46,6 +46,11 @@ export function openTalk(id) {
   $("message").focus({ preventScroll: true });
 }
 
+/** A server that was started again opens a session from its file, as soon as somebody asks for it. */
+export async function reopenTalk() {
+  if (open) await call("GET", at(open)).catch(() => null);
+}
+
 /** A fork knows what was said before it; those turns are marked as shared. */
 export function talkForked(id, made) {
   if (talks.has(id)) {
