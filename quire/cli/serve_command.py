@@ -68,6 +68,7 @@ def command(**options: Any) -> None:
         max_body=parse_bytes(options.pop("max_body")), load=load,
         speculate=served_drafts(options.pop("speculate")), **options,
     )  # fmt: skip
+    settings.check_folder()
     # The first process of a container that handles no SIGTERM would not hear it while it fetches.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     for model in settings.models:  # all of them, so that a wrong name is told now

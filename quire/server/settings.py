@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Literal
 
 from quire.config import cache_folder
@@ -79,3 +80,17 @@ class ServeSettings:
     def sessions_in(self) -> Path:
         """Where sessions are saved."""
         return self.session_dir or cache_folder() / "sessions"
+
+    def check_folder(self) -> None:
+        """Refuses a folder that sessions cannot be saved in before the first one is to be."""
+        if self.session_dir is None and self.save_sessions == "never":
+            return  # nobody may ever save one
+        try:
+            self.sessions_in.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with TemporaryFile(dir=self.sessions_in):
+                pass
+        except OSError as error:
+            raise RequestError(
+                f"sessions cannot be saved in {self.sessions_in}: {error.strerror}; "
+                "--session-dir names another folder"
+            ) from error

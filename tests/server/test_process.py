@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -17,6 +18,9 @@ from typing import Any
 import httpx
 import pytest
 
+from quire.errors import RequestError
+from quire.server import settings
+from quire.server.settings import ServeSettings
 from tests.server.rig import DENSE, turns
 
 RUN = [sys.executable, "-c", "from quire.cli import main; main()", "serve", "-t", "1"]
@@ -203,8 +207,9 @@ def test_killed_between_turns_the_next_goes_on_with_equal_bits(tmp_path: Path) -
 
 
 def test_what_cannot_be_is_said(tmp_path: Path) -> None:
-    def said(*options: str) -> str:
-        ended = subprocess.run([*RUN, *options], capture_output=True, text=True, timeout=60)
+    def said(*options: str, env: dict[str, str] | None = None) -> str:
+        command = [*RUN, *options]
+        ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
         assert ended.returncode == 1 and "Traceback" not in ended.stderr, ended.stderr
         return ended.stderr
 
@@ -212,6 +217,23 @@ def test_what_cannot_be_is_said(tmp_path: Path) -> None:
     assert "no such file" in said("-m", str(tmp_path / "none.gguf"), "--port", "0")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert "port" in said("-m", DENSE, "--port", str(taken.getsockname()[1]))
+    (tmp_path / "file").touch()
+    under = tmp_path / "file" / "sessions"
+    assert f"cannot be saved in {under}: Not a dir" in said("--session-dir", str(under))
+    home = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "file")}
+    assert "--session-dir" in said("--save-sessions", "turn", env=home)
+
+
+def test_a_folder_that_takes_no_files_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(dir: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(settings, "TemporaryFile", full)
+    with pytest.raises(RequestError, match=f"in {tmp_path}: Read-only"):
+        ServeSettings(session_dir=tmp_path).check_folder()
+    ServeSettings().check_folder()  # whose sessions are saved only if a client asks
 
 
 def slow_index(folder: Path) -> dict[str, str]:
