@@ -11,6 +11,7 @@ from typing import Any
 from quire import config
 from quire.api.devices import HOST, device_of, find_devices, within_budget
 from quire.api.placing import best_plan, facts_of, wanted_of
+from quire.api.texts import tokenizer_of
 from quire.devices.budget import Budget
 from quire.errors import RequestError
 from quire.models.registry import open_weights
@@ -22,6 +23,7 @@ from quire.placement.plan import Outlook, Plan
 from quire.placement.room import longest_context, most_sequences, next_gib
 from quire.placement.speed import Bandwidth, expected, measure
 from quire.placement.wanted import Wanted
+from quire.speculate.draft_model import check_vocabulary
 from quire.weights import pull
 from quire.weights.file import WeightFile
 
@@ -52,10 +54,7 @@ def plan(
         types = Counter[int]()
         for tensor in file.tensors.values():
             types[int(tensor.type)] += tensor.nbytes
-    follower = None
-    if draft is not None:
-        with open_weights(pull.resolve(str(draft), config.cache_folder()), whole=False) as file:
-            follower = _facts(file, tables, config.LoadConfig(threads=chosen.threads))
+        follower = None if draft is None else _follower(str(draft), file, tables, chosen)
     asked = chosen if here else replace(chosen, device=",".join(one.name for one in found))
     made = best_plan(facts, found, asked, checkpoints, follower)
     rates = _rates(made, tables, types.most_common(1)[0][0], here)
@@ -95,6 +94,15 @@ def _facts(file: WeightFile, tables: dict[str, Ops], settings: config.LoadConfig
     for look in looks.values():
         look.raise_errors()
     return facts_of(file, looks, tables, settings)
+
+
+def _follower(
+    draft: str, model: WeightFile, tables: dict[str, Ops], settings: config.LoadConfig
+) -> ModelFacts:
+    """A model that drafts for another, which it must have the vocabulary of."""
+    with open_weights(pull.resolve(draft, config.cache_folder()), whole=False) as file:
+        check_vocabulary(tokenizer_of(model), tokenizer_of(file))
+        return _facts(file, tables, config.LoadConfig(threads=settings.threads))
 
 
 def _rates(

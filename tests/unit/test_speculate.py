@@ -299,9 +299,12 @@ def test_draft_models_need_the_same_vocabulary(pair, tmp_path, monkeypatch) -> N
     tiny.write(tmp_path / "other.gguf", tiny.Tiny(context=256))
     with (
         quire.load(tmp_path / "other.gguf") as other,
-        pytest.raises(RequestError, match="token 65"),
+        pytest.raises(RequestError, match="token 65") as refused,
     ):
         llm.generate("x", speculate=other)
+    with pytest.raises(RequestError) as planned:
+        quire.plan(llm.path, draft=tmp_path / "other.gguf")
+    assert str(planned.value) == str(refused.value)
 
 
 # -- n-grams ------------------------------------------------------------------------------------
