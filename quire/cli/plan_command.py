@@ -12,6 +12,7 @@ import click
 import quire
 from quire.cli.flags import Command, in_flags
 from quire.cli.options import load_settings, plan_options
+from quire.errors import RequestError
 
 
 @click.command("plan", cls=Command)
@@ -34,7 +35,14 @@ def command(model: str, as_json: bool, **options: Any) -> None:
     options["device"] = "auto"
     settings = load_settings(options) | devices
     settings["n_parallel"] = options.pop("parallel")
-    found = quire.plan(model, **settings, **options)
+    try:
+        found = quire.plan(model, **settings, **options)
+    except RequestError as error:
+        if error.param != "device":
+            raise
+        # cuda:24 is the GPU of that number.
+        more = "--device cuda:24GiB describes one that is not here"
+        raise RequestError(f"{error}; {more}") from error
     found = replace(found, notes=tuple(map(in_flags, found.notes)))
     click.echo(json.dumps(found.as_dict()) if as_json else str(found), nl=as_json)
 

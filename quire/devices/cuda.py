@@ -274,10 +274,10 @@ def _open(index: int) -> tuple[Any, Any]:
     except ImportError as error:
         raise RequestError(
             f"device='cuda' needs PyTorch and Triton ({error}); install quire[cuda], or use "
-            "device='cpu'"
-        ) from error
+            "device='cpu'", param="device",
+        ) from error  # fmt: skip
     if (missing := machine.missing(index)) is not None:
-        raise RequestError(missing)
+        raise RequestError(missing, param="device")
     from quire.ops.cuda.driver import Driver
 
     return Driver(index), machine

@@ -150,6 +150,7 @@ def test_a_plan_fits_a_terminal(path: str) -> None:
         (["FOLDER"], "config.json"),
         (["--device", "gpu:24GB"], "such as cuda:24GiB"),
         (["--device", "cuda:lots"], "such as cuda:24GiB"),
+        (["--device", "cuda:99"], "--device cuda:24GiB describes one that is not here"),
         (["--device", "cuda:2GiB,cuda:0:1GiB"], "described twice"),
     ],
 )
