@@ -12,6 +12,7 @@ from quire.api.requests import Speculate
 from quire.cli.human import plural, size_text
 from quire.cli.streams import cut
 from quire.errors import ContextError, QuireError, RequestError
+from quire.text.detokenize import Detokenizer
 from quire.types import Completion, Sampling
 
 Message = dict[str, str]
@@ -127,13 +128,14 @@ class Conversation:
         """
         messages = self.branch.messages
         messages.append({"role": "user", "content": text})
-        answer = ""
+        answer, start = "", 0
         try:
             self._show(self.llm.chat_text(messages))
-            stream = self.branch.session.stream(self.sampling, speculate=self.speculate)
-            for piece in stream:
-                answer += piece
-                yield piece
+            start = self.branch.session.position
+            with self.branch.session.stream(self.sampling, speculate=self.speculate) as stream:
+                for piece in stream:
+                    answer += piece
+                    yield piece
             self._last = stream.completion
             self.branch.seen += answer + self._end()
         except QuireError:
@@ -142,11 +144,20 @@ class Conversation:
             raise
         except (KeyboardInterrupt, GeneratorExit):
             messages.append({"role": "assistant", "content": answer})
-            self.branch.seen += answer
-            self._mark_end()
+            self._cut_off(answer, start)
             raise
         messages.append({"role": "assistant", "content": answer})
         self._mark_end()
+
+    def _cut_off(self, answer: str, start: int) -> None:
+        """Takes down what was heard, unless the session has more, such as part of a character."""
+        branch = self.branch
+        seen, branch.seen = branch.seen, ""
+        text = Detokenizer(self.llm.tokenizer, continuation=True)
+        said = "".join(map(text.push, branch.session.tokens[start:])) + text.flush()
+        if seen and said == answer:
+            branch.seen = seen + answer
+            self._mark_end()
 
     def _mark_end(self) -> None:
         self.branch.ends.append((self.branch.session.position, len(self.branch.seen)))

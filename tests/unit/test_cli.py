@@ -119,6 +119,26 @@ def test_a_turn_computes_only_what_is_new(path: str) -> None:
         talk.close()
 
 
+@pytest.mark.parametrize("byte", [0xE2, ord("a")])
+def test_after_an_interrupt_the_model_sees_what_was_heard(path: str, byte: int) -> None:
+    """0xE2 begins a character: when it comes again, the one before is shown, and it is not."""
+    sampling = quire.Sampling(max_tokens=9, ignore_eos=True, logit_bias={byte: 100.0})
+    with quire.load(path) as llm:
+        talk = Conversation(llm, sampling)
+        answer = talk.say("hello")
+        heard = next(answer) + next(answer)
+        answer.close()
+        made = talk.branch.session.tokens
+        assert heard == llm.decode([byte, byte]) and made[-2:] == [byte, byte]
+        list(talk.say("go on"))
+        assert talk.branch.messages[1]["content"] == heard
+        shown = llm.chat_text(talk.branch.messages[:3])
+        assert llm.decode(talk.branch.session.tokens).startswith(shown)
+        if byte == ord("a"):  # nothing was computed again
+            assert talk.branch.session.tokens[: len(made)] == made
+        talk.close()
+
+
 @pytest.mark.parametrize("name", ["tiny-dense", "tiny-recurrent", "lfm2"])
 def test_a_conversation_that_starts_anew_holds_nothing(name: str, tmp_path: Path) -> None:
     with quire.load(model_folder(name, tmp_path)) as llm:
