@@ -252,9 +252,16 @@ class Seat:
                 if not self.turn(guest.steps):
                     self._news.wait(NAP)
             except BaseException as error:
-                for one in list(self._guests):
-                    one.fail(error)
-                    self.remove_guest(one)
+                self._fail_guests(error)
+
+    def _fail_guests(self, error: BaseException) -> None:
+        """Tells them why this thread did not go on; apart, for it lives longer than they do.
+
+        They have the error, which has the frames of who waited, and what those hold.
+        """
+        for guest in list(self._guests):
+            guest.fail(error)
+            self.remove_guest(guest)
 
     def _nothing_to_do(self) -> bool:
         """Whether the thread has waited for long enough."""

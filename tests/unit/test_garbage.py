@@ -252,3 +252,24 @@ def test_what_was_chosen_for_who_is_gone_is_nobody_elses(llm: quire.LLM, on_sess
         assert session.tokens == came + made.token_ids and len(made.token_ids) == GO["max_tokens"]
     else:
         assert llm.generate([5, 6, 7], **GO).token_ids == wanted
+
+
+def test_who_drives_does_not_hold_who_met_an_error(
+    llm: quire.LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that drives for coroutines lives on; what they let go of ends all the same."""
+    monkeypatch.setattr("quire.engine.seat._IDLE", 60.0)
+
+    def launch(*_: object) -> None:
+        raise ValueError("a fault")
+
+    async def ask() -> None:
+        session = llm.session().append(PROMPT)
+        monkeypatch.setattr(llm.engine.runner, "launch", launch)
+        await session.agenerate(**GO)
+
+    with pytest.raises(ValueError, match="a fault"):
+        asyncio.run(ask())
+    gc.collect()
+    llm.forget()
+    assert not llm.engine._sequences
