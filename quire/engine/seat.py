@@ -263,11 +263,15 @@ class Seat:
             guest.fail(error)
             self.remove_guest(guest)
 
-    def _nothing_to_do(self) -> bool:
-        """Whether the thread has waited for long enough."""
+    def _wake_guests(self) -> None:
+        """Tells them that they are done; apart, for the thread waits behind it, and held one."""
         for guest in list(self._guests):
             if guest.done():  # one that has just come is not
                 guest.wake()
+
+    def _nothing_to_do(self) -> bool:
+        """Whether the thread has waited for long enough."""
+        self._wake_guests()
         if self._news.wait(0 if self._dismissed else _IDLE):
             return False
         with self._mutex:

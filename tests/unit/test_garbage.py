@@ -7,6 +7,7 @@ import gc
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import dedent
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 
 import quire
+from quire.engine.guest import Guest
 from quire.engine.loop import Loop
 from quire.errors import RequestError
 from tests import tiny
@@ -273,3 +275,17 @@ def test_who_drives_does_not_hold_who_met_an_error(
     gc.collect()
     llm.forget()
     assert not llm.engine._sequences
+
+
+def test_who_drives_does_not_hold_who_is_done(
+    llm: quire.LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for others; what a coroutine waited for is nobody's meanwhile."""
+    monkeypatch.setattr("quire.engine.seat._IDLE", 60.0)
+    asyncio.run(llm.agenerate(PROMPT, **GO))
+    until = time.monotonic() + 20
+    while held := [one for one in gc.get_objects() if isinstance(one, Guest)]:
+        assert time.monotonic() < until
+        del held
+        gc.collect()
+        time.sleep(0.01)  # it may not have come to wait yet
