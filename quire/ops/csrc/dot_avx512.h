@@ -7,6 +7,7 @@
 
 #include "planes.h"
 #include "quantize.h"
+#include "sanitized.h"
 
 namespace quire::QUIRE_ISA {
 
@@ -22,10 +23,17 @@ struct Record {
     template <int T> static constexpr int offset_high = 48 * T;   // and of 16…31
 };
 
+// sum += w · the four columns at x. The instruction itself can repeat them for every row; compilers load them into a
+// register of their own instead, which leaves too few for the next tile to begin early. A sanitizer sees that load.
+static inline void add_product(vi& sum, vi w, const uint8_t* x) {
+    if constexpr (SANITIZED) sum = _mm512_dpbusd_epi32(sum, w, _mm512_set1_epi32(word_i32(x)));
+    else asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(w), "m"(*reinterpret_cast<const uint8_t(*)[4]>(x)));
+}
+
 template <int T>
 static inline void add_products(vi w, const uint8_t* x, vi (&dot)[T]) {
 #pragma GCC unroll 16
-    for (int t = 0; t < T; t++) dot[t] = _mm512_dpbusd_epi32(dot[t], w, _mm512_set1_epi32(word_i32(x + 32 * t)));
+    for (int t = 0; t < T; t++) add_product(dot[t], w, x + 32 * t);
 }
 
 template <Tile F, int V, int T>
