@@ -150,14 +150,23 @@ class Conversation:
         self._mark_end()
 
     def _cut_off(self, answer: str, start: int) -> None:
-        """Takes down what was heard, unless the session has more, such as part of a character."""
+        """Takes down what was heard; what the session has beyond it was made, and not heard."""
         branch = self.branch
         seen, branch.seen = branch.seen, ""
-        text = Detokenizer(self.llm.tokenizer, continuation=True)
-        said = "".join(map(text.push, branch.session.tokens[start:])) + text.flush()
-        if seen and said == answer:
+        made = branch.session.tokens[start:]
+        heard = len(made)
+        while len(said := self._text(made[:heard])) > len(answer):
+            heard -= 1
+        if seen and said == answer:  # else the next message is compared, token by token
+            if heard < len(made):
+                branch.session.rewind(heard - len(made))
             branch.seen = seen + answer
             self._mark_end()
+
+    def _text(self, tokens: list[int]) -> str:
+        """What a listener hears of these tokens of an answer."""
+        text = Detokenizer(self.llm.tokenizer, continuation=True)
+        return "".join(map(text.push, tokens)) + text.flush()
 
     def _mark_end(self) -> None:
         self.branch.ends.append((self.branch.session.position, len(self.branch.seen)))
