@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -198,7 +200,7 @@ class Company(Oracle):
             thread.start()
         for thread in threads:
             thread.join(120)
-            assert not thread.is_alive(), "it hangs"
+            assert not thread.is_alive(), f"it hangs; {_stacks()}"
         for (_, check), result in zip(asked, found, strict=True):
             check(result)
 
@@ -264,6 +266,12 @@ class Company(Oracle):
             assert found is None or np.array_equal(found, wanted)
 
         return lambda: self.llm.logits(prompt), check
+
+
+def _stacks() -> str:
+    """Where every thread is: what hangs once may not do so again."""
+    frames = sys._current_frames()
+    return "\n".join("".join(traceback.format_stack(frame)) for frame in frames.values())
 
 
 async def _all_of(stream: quire.AsyncStream) -> quire.Completion:

@@ -60,9 +60,7 @@ class Appended(Marked):
                 computed = True
             finally:
                 self._loop.call(lambda: appending.settle(keep=computed))
-        if appending.work.error:
-            raise appending.work.error
-        return self
+        return self._appended(appending)
 
     async def aappend(self, prompt: str | Seq[int]) -> Self:
         """`append` for coroutines; a task that is cancelled has appended nothing."""
@@ -85,8 +83,14 @@ class Appended(Marked):
                 await off_the_loop(lambda: loop.call(undo))
                 raise
             loop.later(lambda: begun[0].settle(keep=True))
-        if error := begun[0].work.error:
-            raise error
+        return self._appended(begun[0])
+
+    def _appended(self, appending: Appending) -> Self:
+        """What comes of it: an error, where it failed or its session was closed meanwhile."""
+        if appending.work.error:
+            raise appending.work.error
+        if appending.work.ended:
+            self._live()
         return self
 
     def _appending(self, prompt: str | Seq[int], holder: Holder) -> Appending:

@@ -120,7 +120,7 @@ class Choices:
 
 def _root(llm: Generating, request: Request, holder: Holder) -> Session:
     """Where the prompt is computed."""
-    return llm.loop.call(lambda: llm.session(request.salt).end_with(holder))
+    return llm.loop.call(lambda: llm.new_session(request.salt).end_with(holder))
 
 
 def _numbered(request: Request, number: int) -> Request:

@@ -22,9 +22,14 @@ class Ending:
         self._marks = marks
         self._done = False
 
+    @property
+    def done(self) -> bool:
+        """Whether it was given back."""
+        return self._done or self._loop.engine.closed
+
     def __call__(self) -> None:
         engine = self._loop.engine
-        if self._done or engine.closed:
+        if self.done:
             return
         self._done = True
         self._loop.cancel(self._sequence)

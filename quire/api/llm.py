@@ -34,6 +34,7 @@ from quire.engine.loop import Loop
 from quire.engine.prefix_cache import PrefixCache
 from quire.engine.resize import resize
 from quire.engine.runner import Runner
+from quire.engine.signals import SignalsLater
 from quire.errors import RequestError
 from quire.files import Writers
 from quire.memory.build import build_memory, longest_on_each
@@ -84,10 +85,7 @@ class LLM(Uncopied, Generating):
                 self.active = blueprint.active
                 blueprint.raise_errors()
                 self._weights = self._placed.weight_bytes(blueprint.part_bytes)
-                for device, size in self._weights.items():
-                    device.budget.reserve(size, "weights")  # before any is loaded
-                    failed.callback(device.budget.release, size, "weights")
-                    device.ops.expect(size)
+                self._pay_for_weights(failed)
                 self.model = blueprint.load(progress)
                 self.fingerprint = blueprint.fingerprint()
                 """Which weights these are, as loaded; files of sessions only go with the same."""
@@ -97,28 +95,34 @@ class LLM(Uncopied, Generating):
             self.device = self._placed.devices[0]
             """That with the output."""
             self.budget, self.ops = self.device.budget, self.device.ops
-            away = self._placed.elsewhere(self.model.kernels)
-            room = self._room(away)  # before pages are taken of it
-            n_ctx = settings.n_ctx or min(self._placed.n_ctx, room)
-            kernels = self.model.kernels
-            memory = build_memory(
-                self.model.groups,
-                self.device,
-                settings,
-                kernels,
-                n_ctx,
-                away,
-                settings.n_parallel,
-            )
-            failed.callback(memory.close)
-            self.engine = self._engine(memory, away, n_ctx)
-            failed.pop_all()
-        self.writers = Writers()
-        """Of files of sessions."""
+            self.writers = Writers()
+            """Of files of sessions."""
+            with SignalsLater():  # either what was taken goes back here, or with the model
+                self._begin(failed, beside)
+        self.load_s = time.perf_counter() - started
+
+    def _pay_for_weights(self, failed: ExitStack) -> None:
+        """Before any is loaded."""
+        with SignalsLater():
+            for device, size in self._weights.items():
+                device.budget.reserve(size, "weights")
+                failed.callback(device.budget.release, size, "weights")
+                device.ops.expect(size)
+
+    def _begin(self, failed: ExitStack, beside: LLM | None) -> None:
+        """Memory, and the engine; from here on it all goes when the model does."""
+        settings, kernels = self.settings, self.model.kernels
+        away = self._placed.elsewhere(kernels)
+        room = self._room(away)  # before pages are taken of it
+        n_ctx = settings.n_ctx or min(self._placed.n_ctx, room)
+        groups, parallel = self.model.groups, settings.n_parallel
+        memory = build_memory(groups, self.device, settings, kernels, n_ctx, away, parallel)
+        failed.callback(memory.close)
+        self.engine = self._engine(memory, away, n_ctx)
         self.loop = Loop(self.engine, beside.loop.seat if beside else None)
         self._end = ModelEnding(self.loop, settings, self._weights, self._streams)
         self._ref = self.loop.when_gone(self, self._end)
-        self.load_s = time.perf_counter() - started
+        failed.pop_all()
 
     def _stream(self, opened: ExitStack) -> Streaming | None:
         """Lets long prompts run networks of the host on a GPU, where that may change bits.
@@ -131,10 +135,11 @@ class LLM(Uncopied, Generating):
         use = "weights that pass through"
         self._streams.push(opened.pop_all())
         room = self._streams.enter_context(ExitStack())  # once it is used it counts as arrays
-        for device, size in sizes.items():
-            device.budget.reserve(size, use)
-            held = room if device is self._placed.devices[0] else self._streams
-            held.callback(device.budget.release, size, use)
+        with SignalsLater():
+            for device, size in sizes.items():
+                device.budget.reserve(size, use)
+                held = room if device is self._placed.devices[0] else self._streams
+                held.callback(device.budget.release, size, use)
         streaming = self._placed.stream(self.model, room.close)
         self._streams.callback(streaming.close)
         return streaming
@@ -201,7 +206,11 @@ class LLM(Uncopied, Generating):
     def session(self, cache_salt: str = "") -> Session:
         """An empty session: a context to append to, fork, rewind and generate from."""
         salt = check_salt(cache_salt)
-        return self.loop.call(lambda: Session(self, self.engine.new_sequence(salt)))
+        return self.loop.call(lambda: self.new_session(salt))
+
+    def new_session(self, salt: str) -> Session:
+        """An empty session; on the loop."""
+        return Session(self, self.engine.new_sequence(salt))
 
     def open(
         self, path: str | os.PathLike[str], *, share: bool = False, strict: bool = False

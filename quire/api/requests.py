@@ -65,6 +65,10 @@ class Requests(Texts):
         """An empty session."""
         raise NotImplementedError
 
+    def new_session(self, salt: str) -> Session:
+        """An empty session; on the loop."""
+        raise NotImplementedError
+
     def request(
         self, sampling: Sampling | None, speculate: Speculate, constraint: Constraint | None,
         salt: str, fields: SamplingFields,

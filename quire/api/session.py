@@ -223,7 +223,7 @@ class Session(Uncopied, Appended):
             loop.when_left(holder, holder, made.let_go)
             return made
 
-        loop.seat.check_process()  # a lock that another thread had before a fork stays locked
+        loop.seat.check_can_wait()
         with self._llm.writers.of(where), holder.lock:
             saving = loop.call_with_room(begin)
             try:
@@ -238,10 +238,9 @@ class Session(Uncopied, Appended):
 
     def close(self) -> None:
         """Gives its pages back; marks made in it go too."""
-        if self._open:
-            self._open = False
-            if not self._loop.seat.forked:
-                self._loop.close_with(self._end)
+        self._open = False
+        if not (self._end.done or self._loop.seat.forked):  # an interrupt may have come between
+            self._loop.close_with(self._end)
 
     def __enter__(self) -> Session:
         return self

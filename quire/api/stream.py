@@ -120,6 +120,8 @@ class AsyncStream(Uncopied):
                 job = self._job
                 if job is None:
                     job = await off_the_loop(self._begin, end_soon)
+                    if self._closed:  # whoever closed it meanwhile had no job to end
+                        raise StopAsyncIteration
                 while not (piece := job.take()):
                     if job.done and not job.has_text:
                         if job.error:

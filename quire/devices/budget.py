@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import Lock
+from threading import RLock
 from typing import Protocol
 from weakref import WeakSet
 
@@ -44,7 +44,7 @@ class Budget:
         self.passing = 0
         """How many hold some of it for a moment only, because a file is read or written: whoever
         is short of it waits for them."""
-        self._lock = Lock()
+        self._lock = RLock()  # garbage that is collected in between may give some back
 
     @property
     def free(self) -> int:

@@ -21,6 +21,8 @@ _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 _STEP_FUEL = 50_000
 """What one token of a constraint may cost: a mask is made while everybody's step waits."""
+_MOST_KNOWN = 16
+"""Lists of texts whose tokens are remembered: requests bring their own."""
 
 
 class Vocabulary(Protocol):
@@ -66,6 +68,8 @@ class Constrainer:
         """The tokens that have one of these texts in theirs."""
         key = tuple(texts)
         if key not in self._with:
+            if len(self._with) >= _MOST_KNOWN:
+                self._with.pop(next(iter(self._with)))
             parts = [text.encode() for text in key]
             self._with[key] = frozenset(
                 i

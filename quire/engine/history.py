@@ -49,9 +49,10 @@ class History:
 
     def drop(self, mark: Mark) -> None:
         """Lets go of a mark; it goes with the last who holds it."""
-        if self._shared[mark.checkpoint]:
-            self._shared[mark.checkpoint] -= 1
-        else:
+        others = self._shared.pop(mark.checkpoint, 0)
+        if others > 1:
+            self._shared[mark.checkpoint] = others - 1
+        elif not others:
             self.memory.checkpoint_delete(mark.checkpoint)
 
     def hold(self, sequence: Sequence, marks: Collection[Mark]) -> list[Mark]:

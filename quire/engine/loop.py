@@ -70,6 +70,15 @@ class Loop:
         """Does something before the next step, from wherever; nobody waits for it."""
         self.seat.later(lambda: self.settled(action))
 
+    def let_use(self, use: Callable[[], None]) -> None:
+        """`later`, for what uses the model as anybody may: it calls where it is called."""
+
+        def act() -> None:
+            self.settle()
+            use()
+
+        self.seat.later(act)
+
     def close_with(self, ending: Callable[[], None]) -> None:
         """Ends something for good: now, or before the next step if this is the middle of one."""
         self.seat.end(lambda: self.settled(ending))
@@ -87,9 +96,13 @@ class Loop:
 
     def settled(self, fn: Callable[[], T]) -> T:
         """Does something when no step is under way on the device any more."""
+        self.settle()
+        return self._in_step(fn)
+
+    def settle(self) -> None:
+        """Ends the step that is under way on the device, if one is."""
         if self.engine.flying is not None:
             self._deliver(self.engine.settle())
-        return fn()
 
     def close(self) -> None:
         """Ends everything; who waits gets an error."""
@@ -118,7 +131,7 @@ class Loop:
             for one in made:
                 one.close()
 
-        self.seat.check_process()
+        self.seat.check_can_wait()
         with self._aside, holder.lock:
             try:
                 self.call(begin)
@@ -224,12 +237,16 @@ class Loop:
             self._deliver(self._in_step(self.engine.step))
 
     def _in_step(self, compute: Callable[[], T]) -> T:
-        """Computes something, and refuses whoever would use the engine meanwhile."""
-        self.seat.in_step = True
+        """Does something, and refuses whoever would use the engine meanwhile.
+
+        Garbage is collected in the middle of anything, and what is called then may want to.
+        """
+        seat = self.seat
+        before, seat.in_step = seat.in_step, True
         try:
             return compute()
         finally:
-            self.seat.in_step = False
+            seat.in_step = before
 
     def wait(self, work: Work, done: Callable[[], bool] | None = None) -> None:
         """Until work is done, or there is something to read; an error if the model is closed."""

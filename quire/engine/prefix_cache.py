@@ -40,8 +40,8 @@ class PrefixCache:
     def release(self, sequence: Sequence) -> None:
         """Lets one go on whose first tokens are in memory now, or will never be."""
         assert sequence.waits_for is not None
-        source, length = sequence.waits_for
-        if source.computed >= length or not source.active:
+        source, length, begun = sequence.waits_for
+        if source.computed >= length or not source.active or source.begun != begun:
             self.adopt(sequence)
 
     def start_over(self, sequence: Sequence) -> None:

@@ -30,6 +30,10 @@ from quire.errors import RequestError
 T = TypeVar("T")
 _IDLE = 1.0  # seconds after which the seat's own thread ends
 _LAST_STEP = 10.0  # seconds that the end of the process waits for a step
+_IN_STEP = (
+    "this model is in the middle of a step or a change: a logit processor, or what is called when "
+    "garbage is collected, cannot use it; do so before or after"
+)
 
 
 class Seat:
@@ -97,7 +101,7 @@ class Seat:
             self._check_between_steps()
             return fn()
         with SignalsLater():
-            if all(waiter.left for waiter in self._waiters) and self.take():
+            if not self._is_wanted() and self.take():
                 try:
                     self.tidy()
                     return fn()
@@ -105,6 +109,13 @@ class Seat:
                     self.leave()
                     self._pass_on()
         return self._called_elsewhere(fn)
+
+    def _is_wanted(self) -> bool:
+        """Whether somebody waits to drive, or its own thread does."""
+        return any(not waiter.left for waiter in list(self._waiters)) or self._has_guests()
+
+    def _has_guests(self) -> bool:
+        return any(not (guest.left or guest.done()) for guest in list(self._guests))
 
     def _called_elsewhere(self, fn: Callable[[], T]) -> T:
         holder = Holder()
@@ -134,8 +145,12 @@ class Seat:
         """
         if self.mine:
             self.later(action)
-        else:
+            return
+        try:
             self.call(action)
+        except BaseException:
+            self.later(action)  # whoever is interrupted has let go of it all the same
+            raise
 
     @property
     def mine(self) -> bool:
@@ -144,10 +159,13 @@ class Seat:
 
     def _check_between_steps(self) -> None:
         if self.in_step:
-            raise RequestError(
-                "this model is in the middle of a step: a logit processor, or what is called when "
-                "garbage is collected, cannot use it; do so before or after"
-            )
+            raise RequestError(_IN_STEP)
+
+    def check_can_wait(self) -> None:
+        """Refuses who is about to wait for others, where those may have to wait for the seat."""
+        self.check_process()  # a lock that another thread had before a fork stays locked
+        if self.mine:
+            raise RequestError(_IN_STEP)
 
     def tidy(self) -> None:
         """Ends what nobody holds, does what was put off, and what others asked for."""
@@ -216,7 +234,9 @@ class Seat:
 
     def _pass_on(self) -> None:
         """Somebody who still waits may drive now."""
-        sleepers: list[Waiter | Call[Any]] = [*self._waiters[:1]] or [*self._calls]
+        sleepers: list[Waiter | Call[Any]] = [*self._waiters[:1]]
+        if not (sleepers or self._has_guests()):  # those who drive do what others ask for
+            sleepers = [*self._calls]
         for one in sleepers:
             one.wake()
         if self._guests:

@@ -104,13 +104,14 @@ class Sequence:
         self.shared = self.exact = True
         self.status = RESTING
         self.active = False  # whether the scheduler has it
+        self.begun = 0  # how often it was taken in there
         self.expecting = False  # whether only the device knows its last token
         self.preempted = False  # whether it gave way and has not run since
         self.apart = False  # whether it has what others hold for itself: sharing left it no room
         self.cached = 0  # tokens of the current request that were in memory when it came
         self.miss = ""  # why its other tokens were not
         self.branch_at: int | None = None  # where its prompt leaves one that is known already
-        self.waits_for: tuple[Sequence, int] | None = None  # who computes our first tokens too
+        self.waits_for: tuple[Sequence, int, int] | None = None  # who computes our first tokens too
         self.generation: Generation | None = None
         self.owner = ""  # of the current or last request
         self.priority = 0  # lower comes first
@@ -236,6 +237,7 @@ class Sequence:
     def begin(self) -> None:
         """The scheduler takes it in."""
         self.active, self.failed, self.apart = True, False, False
+        self.begun += 1
         if self.status is RESTING:
             self.status = RUNNING
 
@@ -246,8 +248,11 @@ class Sequence:
             self.status = RESTING
 
     def wait_for(self, source: Sequence, length: int) -> None:
-        """Another sequence computes the first `length` tokens; they are shared then."""
-        self.waits_for, self.status = (source, length), WAITING
+        """Another sequence computes the first `length` tokens; they are shared then.
+
+        For that it was begun before; begun once more, it may wait for this one.
+        """
+        self.waits_for, self.status = (source, length, source.begun), WAITING
 
     def preempt(self) -> None:
         """It gave way to others, and waits until there is room to go on for a while."""

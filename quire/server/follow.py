@@ -105,12 +105,12 @@ async def on_engine(loop: Loop, fn: Callable[[], T], unwanted: Callable[[T], Non
     try:
         await _done(loop, call, holder)
     except asyncio.CancelledError:
-        loop.later(call.undo)  # behind the call itself, if that is still to come
+        loop.let_use(call.undo)  # behind the call itself, if that is still to come
         behind = Holder()
         await _done(loop, Call(lambda: None, behind), behind)
         raise
     except BaseException:
-        loop.later(call.undo)
+        loop.let_use(call.undo)
         raise
     return call.result()
 
@@ -118,7 +118,7 @@ async def on_engine(loop: Loop, fn: Callable[[], T], unwanted: Callable[[T], Non
 async def _done(loop: Loop, call: Call[Any], holder: Holder) -> None:
     guest = Guest(loop, lambda: call.done)
     with holder.lock:
-        loop.later(call.run)
+        loop.let_use(call.run)
         loop.seat.add_guest(guest)
         try:
             await guest.future

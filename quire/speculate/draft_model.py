@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Protocol, runtime_checkable
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import numpy as np
 
@@ -128,7 +128,11 @@ class Followup:
 
 
 class Follower(Source):
-    """Drafts for all sequences of a step in one batch of the draft model."""
+    """Drafts for all sequences of a step in one batch of the draft model.
+
+    Several models may have it draft, each in a thread of its own: whose step has the draft model's
+    seat has all of this, and the others' go without.
+    """
 
     def __init__(self, loop: Loop) -> None:
         self.elder = Odds(_START)
@@ -138,7 +142,7 @@ class Follower(Source):
         self._checked: WeakSet[Constrainer] = WeakSet()
         # Who drops a target without closing it must not find its sequences here.
         self._followed: WeakKeyDictionary[Sequence, Followed] = WeakKeyDictionary()
-        self._opened: list[Sequence] = []
+        self._opened: list[tuple[ref[Sequence], Sequence]] = []  # a target's, and what follows it
         self._seconds_per_read = 0.0
         self._lease: Lease | None = None
         self._parts: dict[Sequence, Followup] = {}
@@ -166,18 +170,29 @@ class Follower(Source):
 
     def close_orphans(self) -> None:
         """Ends those of its own sequences that follow nobody any more."""
-        following = {followed.own for followed in self._followed.values()}
-        orphans = [own for own in self._opened if own not in following]
-        self._opened = [own for own in self._opened if own in following]
+        following: list[tuple[ref[Sequence], Sequence]] = []
+        orphans: list[Sequence] = []
+        for target, own in self._opened:
+            if self._following(target, own):
+                following.append((target, own))
+            else:
+                orphans.append(own)
+        self._opened = following
         if not self._engine.closed:
             for own in orphans:
                 self._engine.end(own)
 
+    def _following(self, target: ref[Sequence], own: Sequence) -> Followed | None:
+        """What is known of one that still follows; others leave while this is looked at."""
+        sequence = target()
+        followed = None if sequence is None else self._followed.get(sequence)
+        return followed if followed and followed.own is own else None
+
     def draft(self, requests: Seq[DraftRequest]) -> list[Draft]:
         """All of them, or none where the draft model has no room, or somebody else uses it."""
-        self._seated = self._loop.seat.take()
-        if not self._seated:
+        if not self._loop.seat.take():
             return [Draft() for _ in requests]
+        self._seated = True
         try:
             self.close_orphans()
             own = [self._caught_up(one) for one in requests]
@@ -212,7 +227,7 @@ class Follower(Source):
         engine, sequence = self._engine, request.sequence
         if sequence not in self._followed:
             own = engine.new_sequence(sequence.salt)
-            self._opened.append(own)
+            self._opened.append((ref(sequence), own))
             self._followed[sequence] = Followed(own, request.offer.odds)
             own.extend(sequence.tokens.array())
             engine.prefix.enter(own, ())
@@ -250,7 +265,7 @@ class Follower(Source):
 
     def settle(self, accepted: Seq[Accepted]) -> None:
         """Keeps what was right; the last token of a draft was not computed yet."""
-        if self._lease is None:
+        if not self._loop.seat.mine or self._lease is None:
             return
         kept: dict[int, int] = {}
         followed: list[tuple[Followup, Accepted]] = []
@@ -268,6 +283,8 @@ class Follower(Source):
 
     def cancel(self) -> None:
         """The lease ends; what was not kept is as if it had never been."""
+        if not self._loop.seat.mine:
+            return
         lease, self._lease = self._lease, None
         self._parts = {}
         try:
@@ -290,9 +307,9 @@ class Follower(Source):
             self._loop.seat.leave()
 
     def _lose_one(self) -> bool:
-        for followed in self._followed.values():
-            own = followed.own
-            if own.computed and own.status is not PARKED:
+        for target, own in self._opened:
+            followed = self._following(target, own)
+            if followed and own.computed and own.status is not PARKED:
                 followed.odds.put_off()  # or it would take the same room again at once
                 self._engine.room.lose(own)
                 return True

@@ -208,7 +208,7 @@ def test_a_turn_that_leaves_most_of_an_edited_session_needs_no_room_for_it(path:
             assert s.tokens == (tokens if undone else tokens[:40])
             llm.memory.audit()
             if undone:
-                fork = llm.loop.call(hog.fork)  # which shares all there is
+                fork = hog.fork()  # which shares all there is
                 hog.close()
                 fork.close()
                 assert np.array_equal(s.logits(), before)
