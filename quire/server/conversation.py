@@ -45,8 +45,8 @@ def chat_prompt(
         raise ApiError(400, "continue_final_message and add_generation_prompt exclude each other")
     tools, tool_choice = _allowed(tools, tool_choice)
     choice = _choice(tool_choice)
-    last = ready[-1]
-    if last.get("role") == "assistant" and last.get("content") and continue_final is not False:
+    said = ready[-1].get("content") if ready[-1].get("role") == "assistant" else None
+    if said and isinstance(said, str) and continue_final is not False:
         return _continued(llm, ready, tools or None, choice, extra, one_call)
     if continue_final:  # nothing to go on with
         raise ApiError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import time
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from starlette.responses import Response
 
 from quire.api.llm import LLM
 from quire.api.vectors import unit
+from quire.server.admission import Place
 from quire.server.aside import computed
 from quire.server.asking import in_thread
 from quire.server.errors import ApiError, about
@@ -92,19 +94,22 @@ async def _vectors(
     async with state.models.using(model) as llm:
         with about("input"):
             tokens: list[list[int]] = await in_thread(_tokens, llm, given)
-            async with state.admission.enter(request.scope["quire.key"], 0, 1):
-                vectors = await while_connected(request, _embedded(model, tokens))
+            place = state.admission.enter(request.scope["quire.key"], 0, 1)
+            vectors = await while_connected(request, _embedded(place, model, tokens))
         if width is not None:
             vectors = _shortened(vectors, width)
         return vectors, sum(map(len, tokens))
 
 
-async def _embedded(model: ServedModel, tokens: list[list[int]]) -> NDArray[np.float32]:
-    """Some at a time, so that others have their turn in between."""
+async def _embedded(
+    place: AbstractAsyncContextManager[Place], model: ServedModel, tokens: list[list[int]]
+) -> NDArray[np.float32]:
+    """Waits for a place; then some at a time, so that others have their turn in between."""
     made = []
-    for at in range(0, len(tokens), _AT_ONCE):
-        make = partial(model.llm.embedding, tokens[at : at + _AT_ONCE])
-        made.append((await computed(model, make)).vectors)
+    async with place:
+        for at in range(0, len(tokens), _AT_ONCE):
+            make = partial(model.llm.embedding, tokens[at : at + _AT_ONCE])
+            made.append((await computed(model, make)).vectors)
     return unit(np.concatenate(made))
 
 

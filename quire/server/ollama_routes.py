@@ -23,7 +23,7 @@ from quire.server.models import ServedModel
 from quire.server.run import Run
 from quire.server.state import State
 from quire.server.turn import Turn
-from quire.server.wire import JSON, as_json, read_as
+from quire.server.wire import JSON, as_json, read_as, whole
 from quire.text.answers import Answer
 from quire.types import TokenLogprob
 
@@ -52,7 +52,8 @@ class OllamaBody(msgspec.Struct, kw_only=True):
 
     def common(self) -> dict[str, Any]:
         """Fields of our own requests."""
-        chosen = _DEFAULTS | {k: v for k, v in (self.options or {}).items() if v is not None}
+        said = {k: whole(v) for k, v in (self.options or {}).items() if v is not None}
+        chosen = _DEFAULTS | said
         fields = {_NAMES.get(name, name): chosen[name] for name in _TAKEN if name in chosen}
         if fields.get("max_tokens") in (-1, -2):  # until it ends by itself
             fields["max_tokens"] = None

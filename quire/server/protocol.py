@@ -111,6 +111,12 @@ class Protocol(H11Protocol):
         if self._refused:
             return
         super().data_received(data)
+        self._wait_for_rest()
+        if self.conn.their_state is h11.DONE and len(self._unread) <= _MOST_HEAD:
+            self.flow.resume_reading()  # else nobody hears that whoever asks ahead has left
+
+    def _wait_for_rest(self) -> None:
+        """Sets when the rest of what has begun to come must be there."""
         state = self.conn.their_state
         if state is h11.SEND_BODY:
             if not self._body_begun:
@@ -122,6 +128,11 @@ class Protocol(H11Protocol):
             self._set_deadline(None)
         elif self._deadline is None:  # the first bytes of the next request
             self._set_deadline(HEAD_S)
+
+    @property
+    def _unread(self) -> bytes:
+        """What came of requests behind the one that is answered."""
+        return self.conn.trailing_data[0]
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nobody sends any more."""
@@ -153,6 +164,8 @@ class Protocol(H11Protocol):
     def on_response_complete(self) -> None:
         """What was asked before the client ended its part is answered; then it is over."""
         super().on_response_complete()
+        if self._unread or self.conn.their_state is h11.SEND_BODY:
+            self._wait_for_rest()
         if self._half_closed and self.cycle.response_complete:
             self.transport.close()
 
@@ -170,7 +183,8 @@ class Protocol(H11Protocol):
         self._deadline = (seconds and self.loop.call_later(seconds, self._too_slow)) or None
 
     def _too_slow(self) -> None:
-        if not (self.cycle and self.cycle.response_started) and not self.transport.is_closing():
+        answered = self.cycle and self.cycle.response_started and self._body_begun
+        if not answered and not self.transport.is_closing():
             self.transport.write(_raw(408, "the request did not come in time"))
         self.transport.close()
 

@@ -21,7 +21,6 @@ from quire.engine.generation import Transcript
 from quire.engine.request import Request
 from quire.engine.work import Job
 from quire.server.admission import Place
-from quire.server.compilers import Compilers
 from quire.server.errors import constrained_in
 from quire.server.follow import News, Signal
 from quire.server.models import ServedModel
@@ -84,7 +83,7 @@ class Run:
     """
 
     def __init__(
-        self, ask: Ask, news: News, compilers: Compilers, speculate: Speculator | None,
+        self, ask: Ask, news: News, matcher: Matcher | None, speculate: Speculator | None,
         place: Place,
     ) -> None:  # fmt: skip
         self.ask = ask
@@ -99,8 +98,7 @@ class Run:
         self.scores: list[list[TokenLogprob]] = []
         """Of all tokens of each prompt but the first, where they are scored."""
         self._news = news
-        self._compilers = compilers
-        self._matcher: Matcher | None = None
+        self._matcher = matcher
         self._texts = iter(self.llm.transcripts(ask.stop, self.choices))
         self.at_end: Callable[[], Coroutine[Any, Any, None]] | None = None
         """Gives back what was held for it, besides pages; it may be called more than once."""
@@ -123,7 +121,7 @@ class Run:
     async def _begin_more(self) -> None:
         free = self._place.answers - self._going
         more = [self._rest.popleft() for _ in range(min(free, len(self._rest)))]
-        await self._begin([await self._prepared(one) for one in more])
+        await self._begin([self._prepared(one) for one in more])
 
     async def _fill(self) -> None:
         """Begins more in the places of those that ended."""
@@ -156,8 +154,8 @@ class Run:
         try:
             goes_on = partial(scored.beginning, answers=ask.answers)
             first, *others = self._requests(prompt)
-            begins = [await self._prepared(first, goes_on)]
-            begins += [await self._prepared(one) for one in others]
+            begins = [self._prepared(first, goes_on)]
+            begins += [self._prepared(one) for one in others]
             await self._begin(begins)
         finally:
             await scored.close()
@@ -176,14 +174,11 @@ class Run:
             ))  # fmt: skip
         return made
 
-    async def _prepared(self, request: Request, goes_on: GoesOn | None = None) -> Callable[[], Job]:
-        """What starts a job, on the loop; what takes long is done elsewhere, before."""
+    def _prepared(self, request: Request, goes_on: GoesOn | None = None) -> Callable[[], Job]:
+        """What starts a job, on the loop."""
         ask, llm = self.ask, self.llm
-        transcript, matcher = next(self._texts), None
-        if request.constraint is not None:
-            if self._matcher is None:  # one for all answers, and a copy for each
-                self._matcher = await self._compilers.compile(llm, request, ask.constraint_in)
-            matcher = self._matcher and self._matcher.copy()
+        transcript = next(self._texts)
+        matcher = self._matcher and self._matcher.copy()  # one for all answers, a copy for each
         if goes_on is not None:
             return goes_on(request, transcript, matcher)
         if ask.session is not None:

@@ -194,8 +194,8 @@ class ServedSession:
     def save(self, path: Path, kept: bool) -> int:
         """Writes it to a file; how many bytes that took."""
         self.session.notes[NOTE] = {
-            "model": self.model.name, "created": self.created, "parent": self.parent,
-            "root": self.root, "ttl_s": self.ttl_s, "kept": kept,
+            "id": self.id, "model": self.model.name, "created": self.created,
+            "parent": self.parent, "root": self.root, "ttl_s": self.ttl_s, "kept": kept,
         }  # fmt: skip
         self.session.save(path)
         return path.stat().st_size

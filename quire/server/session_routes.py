@@ -111,7 +111,7 @@ async def create(request: Request) -> Response:
         try:
             if tokens:
                 with about("prompt"), served.owned("reading a prompt"):
-                    await while_connected(request, _append(state, served, tokens))
+                    await while_connected(request, _append(request, served, tokens))
         except BaseException:
             await state.sessions.close(served)
             raise
@@ -134,9 +134,10 @@ def _tokens(llm: LLM, prompt: str | list[int], behind: int) -> list[int]:
     return check_ids(llm, prompt)
 
 
-async def _append(state: State, served: ServedSession, tokens: list[int]) -> None:
+async def _append(request: Request, served: ServedSession, tokens: list[int]) -> None:
     """Computes more tokens of a session; whoever leaves meanwhile has appended nothing."""
-    async with state.admission.enter("", 0, 1):
+    state: State = request.app.state.quire
+    async with state.admission.enter(request.scope["quire.key"], 0, 1):
         await served.append(tokens)
 
 
@@ -159,7 +160,6 @@ async def shown(request: Request) -> Response:
 
 async def append(request: Request) -> Response:
     """Adds text or token ids, and computes them."""
-    state: State = request.app.state.quire
     body = await read_as(request, AppendBody)
     session = await _session(request)
     with session.owned("reading a prompt"):
@@ -167,7 +167,7 @@ async def append(request: Request) -> Response:
         with about("prompt"):
             tokens = await in_thread(_tokens, llm, body.prompt, session.session.position)
             if tokens:
-                await while_connected(request, _append(state, session, tokens))
+                await while_connected(request, _append(request, session, tokens))
     return as_json(await _look(session))
 
 

@@ -194,7 +194,7 @@ class Sessions:
         """What the file says of how it was served; it is not trusted, so only what fits."""
         told: Any = found.session.notes.pop(NOTE, None)
         found.saved, found.kept = name, True if found.id == name else None
-        if isinstance(told, dict) and found.id == name:
+        if isinstance(told, dict) and found.id == name == told.get("id", name):
             found.kept = told.get("kept") is not False
             created, ttl_s = told.get("created"), told.get("ttl_s")
             found.created = created if isinstance(created, int) else found.created

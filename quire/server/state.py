@@ -37,7 +37,7 @@ class State:
         self.sessions = Sessions(
             self.models, settings.sessions_in, settings.save_sessions != "never"
         )
-        self.compilers = Compilers()
+        self.compilers = Compilers(settings.max_queue)
         self.admission = Admission(settings.max_running, settings.max_queue)
         self.arrivals = Arrivals()
         self.records = Records(settings.log_text, self.models.by_name)

@@ -94,6 +94,8 @@ async def detokenize(request: Request) -> Response:
     state: State = request.app.state.quire
     body = await read_as(request, DetokenizeBody)
     async with state.models.using(state.models.find(body.model, strict=False)) as llm:
+        if len(body.tokens) > (most := max(llm.n_ctx, _MOST_TOKENS)):
+            raise ApiError(400, f"at most {most:,} tokens at a time", param="tokens")
         text = await in_thread(llm.decode, check_ids(llm, body.tokens, "tokens"))
         return as_json({"content": text, "prompt": text})
 

@@ -183,13 +183,15 @@ def _check_lengths(ask: Ask) -> None:
 async def _started(state: State, ask: Ask) -> AsyncIterator[Run]:
     """A request's turn: it waits for it, runs, and everything is given back at the end."""
     _check_lengths(ask)
+    state.admission.check()
+    state.records.asked(ask)
+    matcher = await state.compilers.compile(ask)  # first: it needs none of the places
     async with AsyncExitStack() as stack:
         scored = ask.scores is not None  # one prompt after the other
         wanted = ask.n if scored else max(len(ask.prompts) * ask.n, 1)
-        state.records.asked(ask)
         entering = state.admission.enter(ask.key, ask.priority, wanted)
         place = await stack.enter_async_context(entering)
-        run = Run(ask, state.news, state.compilers, state.settings.speculate, place)
+        run = Run(ask, state.news, matcher, state.settings.speculate, place)
         state.runs.add(run)
         state.records.runs(run)
         stack.callback(state.runs.discard, run)

@@ -7,6 +7,7 @@ import json
 import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
@@ -23,6 +24,9 @@ FINGERPRINT = f"quire-{quire.__version__}"
 """What answers are made by."""
 PING_S = 10.0
 """Seconds of silence after which a stream says that it is alive."""
+_MOST_VALUES = 2_000_000
+"""In one body: nobody else is served while they are made, which takes a second."""
+_WITH_POINT = re.compile(rb"-?\d{1,20}(\.\d{1,20}|(?=e))(e\+?\d{1,2})?", re.IGNORECASE)
 
 _encoder = msgspec.json.Encoder()
 encode = _encoder.encode
@@ -47,8 +51,11 @@ async def read_as(request: Request, form: type[T], kinds: tuple[str, ...] = (JSO
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if body and kind not in kinds:
         raise ApiError(415, f"bodies are JSON (Content-Type: application/json), not {kind!r:.80}")
+    if len(body) > _MOST_VALUES and sum(map(body.count, (b",", b"[", b"{"))) > _MOST_VALUES:
+        what = f"the body has more than {_MOST_VALUES:,} values; send fewer at a time"
+        raise ApiError(413, what, code="body_too_large")
     try:
-        return msgspec.json.decode(body or b"{}", type=form)
+        return _decoded(body or b"{}", form)
     except msgspec.ValidationError as error:
         what, _, where = str(error).partition(" - at `$")
         param = where.rstrip("`").lstrip(".")
@@ -61,6 +68,39 @@ async def read_as(request: Request, form: type[T], kinds: tuple[str, ...] = (JSO
         raise ApiError(400, f"the body is not valid JSON: {error}") from None
     except UnicodeDecodeError:
         raise ApiError(400, "the body is not valid JSON: it is not UTF-8") from None
+
+
+def _decoded(body: bytes, form: type[T]) -> T:
+    """JSON as a type; nulls are fields that were left out, and 16.0 is a whole number."""
+    try:
+        return msgspec.json.decode(body, type=form)
+    except msgspec.ValidationError as error:
+        if not str(error).partition(" - ")[0].endswith(("got `null`", "got `float`")):
+            raise
+    fields: Any = form  # a class can be hashed, whatever mypy thinks
+    told = msgspec.structs.asdict(msgspec.json.decode(body, type=_fields(fields)))
+    kept = {name: _whole(raw) for name, raw in told.items() if bytes(raw) not in (b"", b"null")}
+    return msgspec.json.decode(encode(kept), type=form)
+
+
+@cache
+def _fields(form: Any) -> type[msgspec.Struct]:
+    """The same fields, as they are written: whatever else is in a body is not made anything of."""
+    names = [field.encode_name for field in msgspec.structs.fields(form)]
+    return msgspec.defstruct("Fields", [(name, msgspec.Raw, msgspec.Raw()) for name in names])
+
+
+def _whole(raw: msgspec.Raw) -> msgspec.Raw:
+    if not _WITH_POINT.fullmatch(bytes(raw)):
+        return raw
+    return msgspec.Raw(encode(whole(float(bytes(raw)))))
+
+
+def whole(number: Any) -> Any:
+    """A number without a fraction as a whole one: not every language has both."""
+    if isinstance(number, float) and number.is_integer() and abs(number) < 2**53:
+        return int(number)
+    return number
 
 
 async def _body(request: Request) -> bytes:

@@ -100,6 +100,7 @@ def test_bad_bodies_are_refused(rig: Rig, what: str) -> None:
     [
         [], [{}], [{"role": "user"}], [{"role": 7, "content": "a"}], ["a"], "a", None,
         [{"role": "user", "content": 7}], [{"role": "user", "content": [7]}],
+        [{"role": "assistant", "content": 7}], [{"role": "assistant", "content": {"a": 7}}],
     ],
 )  # fmt: skip
 def test_bad_messages_are_refused(rig: Rig, messages: Any) -> None:
@@ -137,6 +138,14 @@ def test_methods_and_paths(rig: Rig) -> None:
         assert answer.status_code == status, path
         assert answer.json()["error"]["message"]
     assert "GET" in rig.http.put("/v1/memory").headers["allow"]
+
+
+@pytest.mark.parametrize("many", [b"[]", b"{}", b"7"])
+def test_bodies_of_too_many_values_are_not_read(rig: Rig, many: bytes) -> None:
+    """Reading them holds everybody up."""
+    for head in (b'{"prompt": "a", "x": [', b'{"prompt": ['):
+        answer = post(rig, COMPLETE, head + many + (b"," + many) * 2_000_000 + b"]}")
+        assert answer.status_code == 413 and "2,000,000" in answer.json()["error"]["message"]
 
 
 def test_large_bodies(tmp_path: Path) -> None:
@@ -373,6 +382,7 @@ def test_a_text_to_cut_up_is_held_in_memory_and_so_bounded(rig: Rig) -> None:
     begun = time.process_time()
     error = rig.refused(400, "/tokenize", content="x" * (20 << 20))
     assert error["code"] == "context_length_exceeded" and time.process_time() - begun < 2
+    assert rig.refused(400, "/detokenize", tokens=[5] * (1 << 19))["param"] == "tokens"
 
 
 def test_failures_inside_are_not_told(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 from quire.memory.saved.write import Image
 from quire.server import sessions
 from quire.server.session import ServedSession
-from tests.server.rig import DENSE, HYBRID, serving, turns
+from tests.server.rig import DENSE, HYBRID, Rig, serving, turns
 from tests.server.test_sessions import STORY, get, go_on
 
 
@@ -227,3 +227,17 @@ def test_a_session_of_the_second_model_is_found_without_its_name(
         error = rig.refused(409, "/v1/chat/completions", model="tiny-dense", **chat)
         assert error["code"] == "session_model" and error["param"] == "session_id"
         rig.refused(404, "/v1/chat/completions", model="any", **chat)
+
+
+def test_one_that_was_saved_under_another_name_is_a_root_of_its_own(rig: Rig) -> None:
+    rig.post("/v1/sessions", id="first", prompt="Once upon", ttl_s=1000)
+    rig.post("/v1/sessions/first/fork", id="second")
+    rig.post("/v1/sessions/second/save", name="third")
+    opened = rig.post("/v1/sessions", open="third", id="third")
+    assert (opened["parent"], opened["root"]) == (None, "third") and "expires" not in opened
+    rig.post("/v1/sessions/second/save")
+    rig.http.delete("/v1/sessions/second")
+    again = rig.post("/v1/sessions", open="second", id="second")
+    assert (again["parent"], again["root"]) == ("first", "first") and "expires" in again
+    for id in ("first", "second", "third"):
+        rig.http.delete(f"/v1/sessions/{id}")
