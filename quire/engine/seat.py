@@ -171,12 +171,8 @@ class Seat:
         """Ends what nobody holds, does what was put off, and what others asked for."""
         self.endings.run()
         while self._calls:
-            self._run(self._calls.popleft())
-
-    def _run(self, call: Call[Any]) -> None:
-        """Does what somebody asked for, behind all that they let go of before."""
-        self.endings.run()
-        call.run()
+            self.endings.run()  # what they let go of before; if that fails, they still wait in line
+            self._calls.popleft().run()
 
     # -- turns ----------------------------------------------------------------------------------
 

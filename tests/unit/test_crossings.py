@@ -74,6 +74,32 @@ def test_coroutines_have_their_turn_beside_who_calls_in_a_loop(llm: quire.LLM) -
     assert served
 
 
+def test_nobody_is_forgotten_where_an_ending_fails(llm: quire.LLM) -> None:
+    """Whoever drives is told; those who asked it for something behind that wait for the next."""
+    seat, found = llm.loop.seat, list[object]()
+
+    def fail() -> None:
+        raise MemoryError("of an ending")
+
+    def ask(for_: Callable[[], object]) -> threading.Thread:
+        thread = threading.Thread(target=lambda: found.append(llm.loop.call(for_)), daemon=True)
+        before = len(seat._calls)
+        thread.start()
+        while len(seat._calls) == before:
+            time.sleep(0.001)
+        return thread
+
+    assert seat.take()
+    asking = [ask(lambda: llm.loop.later(fail)), ask(lambda: 7)]
+    with pytest.raises(MemoryError, match="of an ending"):
+        seat.tidy()
+    seat.leave()
+    for thread in asking:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert found in ([None, 7], [7, None])  # both were done, and may say so in any order
+
+
 class Watched:
     """A lock that others hold while they wait for the seat."""
 
