@@ -163,8 +163,11 @@ class Round:
 
     def settle(self, accepted: Seq[Accepted]) -> None:
         """The step is committed: what was right is told to whoever drafted it."""
-        for source in self._sources:
-            source.settle(accepted)
+        try:
+            for source in self._sources:
+                source.settle(accepted)
+        finally:
+            self.cancel()
         self.tick()
         start, drafted, verified, end = self._times
         inside = sum(source.seconds_inside for source in self._sources)
@@ -184,7 +187,6 @@ class Round:
                 stats.draft_s += drafted - start + inside
                 stats.verify_s += verified - drafted - inside
                 stats.rollback_s += end - verified
-        self.cancel()
 
 
 def _drafters(plan: Plan) -> list[tuple[Entry, Drafter]]:

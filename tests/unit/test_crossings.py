@@ -369,6 +369,23 @@ def test_two_models_have_one_draft_for_them(
         assert pages(llm) == pages(draft) == 0
 
 
+def test_a_draft_model_is_free_where_what_was_right_cannot_be_kept(
+    path: Path, llm: quire.LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = llm.generate(PROMPT, max_tokens=12, **GO).token_ids
+
+    def settle(*_: object) -> None:
+        raise MemoryError("of a draft")
+
+    with quire.load(path, threads=1) as draft:
+        with monkeypatch.context() as patched, pytest.raises(MemoryError, match="of a draft"):
+            patched.setattr(Follower, "settle", settle)
+            llm.generate(PROMPT, max_tokens=12, speculate=draft, **GO)
+        assert draft.loop.seat._driver is None, "nobody else could use it any more"
+        assert llm.generate(PROMPT, max_tokens=12, speculate=draft, **GO).token_ids == wanted
+        assert pages(llm) == pages(draft) == 0
+
+
 def test_texts_that_break_repetitions_are_remembered_for_a_while(llm: quire.LLM) -> None:
     for i in range(99):
         breakers = (f"a{i}",)
