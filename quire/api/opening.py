@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,14 +11,11 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from quire.api.session import Session
 from quire.engine.endings import Holder
 from quire.engine.session_opening import Opening
-from quire.errors import SessionFileError
+from quire.errors import OutOfMemory, SessionFileError
 from quire.memory.saved.format import Container
 
 if TYPE_CHECKING:
     from quire.api.llm import LLM
-
-_PAUSE_S = 0.005
-"""After which room is looked for again, where others hold it for a moment."""
 
 
 @contextmanager
@@ -59,15 +55,16 @@ def opened(llm: LLM, file: BinaryIO, share: bool, strict: bool) -> Session:
     opening = Opening(file, file.name, llm.engine, llm.fingerprint, share, strict)
     holder = Holder()
 
-    def take_pages() -> bool:
+    def take_pages() -> None:
         loop.when_left(holder, holder, opening.let_go)
-        return opening.take_pages()
+        opening.take_pages()
 
     with holder.lock:
         try:
-            while not loop.call(take_pages):
-                time.sleep(_PAUSE_S)
+            loop.call_with_room(take_pages)
             opening.read()
             return loop.call(lambda: Session(llm, *opening.finish()))
+        except OutOfMemory as error:
+            raise SessionFileError(f"{file.name}: it does not fit: {error}") from error
         finally:
             loop.call(opening.let_go)

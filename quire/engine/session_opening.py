@@ -39,7 +39,6 @@ class Opening:
         self, file: BinaryIO, source: str, engine: Engine, model: str, share: bool, strict: bool
     ) -> None:
         """Checks everything but pages."""
-        self._source = source
         self._engine = engine
         self._share = share
         self._sequence: Sequence | None = None
@@ -48,22 +47,17 @@ class Opening:
             Contents(source, engine, strict).check,
         )  # fmt: skip
 
-    def take_pages(self) -> bool:
-        """Pages for it, whoever has to give way; False where somebody holds some for a moment."""
-        engine, budget = self._engine, self._engine.budget.whole
+    def take_pages(self) -> None:
+        """Pages for it, whoever has to give way; OutOfMemory where that is not enough."""
+        engine = self._engine
         sequence = engine.new_sequence()
         try:
-            take = partial(self._reading.take_pages, sequence.id)
-            taken = self._made_room(take, sequence, wait=budget.passing > 0)
+            self._made_room(partial(self._reading.take_pages, sequence.id), sequence)
         except BaseException:
             engine.end(sequence)
             raise
-        if taken:
-            self._sequence = sequence
-            budget.passing += 1
-        else:
-            engine.end(sequence)
-        return taken
+        self._sequence = sequence
+        engine.budget.whole.passing += 1
 
     def read(self) -> None:
         """Fills the pages."""
@@ -110,24 +104,18 @@ class Opening:
         self._sequence = None
         self._engine.budget.whole.passing -= 1
 
-    def _made_room(self, do: Callable[[], None], for_: Sequence, wait: bool = False) -> bool:
-        """Does something, whoever has to give way; or says why not, unless it is to wait."""
-        error: OutOfMemory | None = None
+    def _made_room(self, do: Callable[[], None], for_: Sequence) -> None:
+        """Does something, whoever has to give way; OutOfMemory where that is not enough."""
 
         def done() -> bool:
-            nonlocal error
             try:
                 do()
-            except OutOfMemory as refused:
-                error = refused
+            except OutOfMemory:
                 return False
             return True
 
-        if self._engine.room.make(done, for_, Rank.RUNNING):
-            return True
-        if wait:
-            return False
-        raise SessionFileError(f"{self._source}: it does not fit: {error}") from error
+        if not self._engine.room.make(done, for_, Rank.RUNNING):
+            do()  # it says best why not
 
 
 def _are_notes(written: object) -> bool:

@@ -14,6 +14,7 @@ import pytest
 
 import quire
 from quire.api.opening import notes_in
+from quire.engine import loop
 from quire.errors import RequestError, SessionFileError
 from quire.memory.saved.format import Tensor
 from quire.memory.saved.read import Reading
@@ -197,6 +198,20 @@ def test_whoever_is_short_of_memory_waits_for_a_file_that_is_written_too(
         saving.result(20)
         assert asked.result(20).token_ids == expected
         assert (tmp_path / "again.quire").read_bytes() == story.read_bytes()
+
+
+def test_nobody_waits_for_a_file_for_ever(
+    path: Path, story: Path, gate: Gate, aside: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "PATIENCE_S", 0.2)
+    with quire.load(path, kv_cache_tokens=96, n_ctx=96) as llm:
+        opening = begun(aside, gate, llm, story)
+        with pytest.raises(SessionFileError, match="does not fit"):
+            llm.open(story)
+        gate.open()
+        opening.result(20).close()
+        llm.open(story).close()  # there is room for it now
+        assert llm.budget.passing == 0
 
 
 def test_notes_are_read_without_a_model(path: Path, story: Path, tmp_path: Path) -> None:
