@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from html import escape
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
@@ -259,9 +260,18 @@ class Session(Uncopied, Appended):
                 return self._loop.compute(sequence, holder)
             return ready(sequence, holder)
 
+        def tried() -> T | Work:
+            if isinstance(found := loop.call_with_room(attempt), Work):
+                loop.finish(found)
+            return found
+
+        loop = self._loop
         with holder.lock:
-            while isinstance(found := self._loop.call_with_room(attempt), Work):
-                self._loop.finish(found)
+            if isinstance(found := tried(), Work) and isinstance(found := tried(), Work):
+                # Somebody took its pages before this thread was back, and may lose theirs to it.
+                with nullcontext() if loop.seat.mine else loop.alone:
+                    while isinstance(found := tried(), Work):
+                        pass
         return found
 
     def __repr__(self) -> str:

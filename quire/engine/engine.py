@@ -298,7 +298,9 @@ def _has_drafter(plan: Plan) -> bool:
 
 def _undo(lease: Lease | None, drafts: Round | None) -> None:
     """Nothing of a step stays behind that was not kept."""
-    if lease is not None:
-        lease.abort()
-    if drafts is not None:
-        drafts.cancel()
+    try:
+        if lease is not None:
+            lease.abort()
+    finally:
+        if drafts is not None:
+            drafts.cancel()

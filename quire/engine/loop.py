@@ -37,7 +37,9 @@ class Loop:
     def __init__(self, engine: Engine, seat: Seat | None = None) -> None:
         self.engine = engine
         self.seat = seat or Seat()
-        self._aside = Lock()
+        self.alone = Lock()
+        """Held by who gives way to whatever needs room, from beginning to end: of several, each
+        would take from the others what it needs, and none would ever be done."""
         self._work: WeakValueDictionary[int, Work] = WeakValueDictionary()
         self._last: dict[int, Ref] = {}  # by sequence, the work that was begun last
         self._closing = False
@@ -112,10 +114,7 @@ class Loop:
         self.engine.close()
 
     def beside(self, make: Callable[[], A]) -> A:
-        """Computes something between the steps of others, from its beginning to its end.
-
-        One at a time: they give way to whatever needs room, and so would never end together.
-        """
+        """Computes something between the steps of others, one at a time."""
         made: list[A] = []
         holder = Holder()
 
@@ -132,7 +131,7 @@ class Loop:
                 one.close()
 
         self.seat.check_can_wait()
-        with self._aside, holder.lock:
+        with self.alone, holder.lock:
             try:
                 self.call(begin)
                 while not made[0].done:

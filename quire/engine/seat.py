@@ -170,9 +170,16 @@ class Seat:
     def tidy(self) -> None:
         """Ends what nobody holds, does what was put off, and what others asked for."""
         self.endings.run()
-        while self._calls:
-            self.endings.run()  # what they let go of before; if that fails, they still wait in line
-            self._calls.popleft().run()
+        for _ in range(len(self._calls)):  # who comes meanwhile waits for a step, or none would be
+            if not self._calls:  # an ending took a turn of its own
+                break
+            call = self._calls.popleft()
+            try:
+                self.endings.run()  # what they let go of before
+            except BaseException:
+                self._calls.appendleft(call)  # they wait for whoever drives next
+                raise
+            call.run()
 
     # -- turns ----------------------------------------------------------------------------------
 
@@ -293,6 +300,7 @@ class Seat:
         with self._mutex:
             if not all(guest.done() for guest in self._guests):
                 return False
+            self._wake_guests()  # one that came since found this thread still here
             self._thread = None
             return True
 

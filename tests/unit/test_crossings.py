@@ -18,6 +18,7 @@ import pytest
 import quire
 from quire.devices.budget import Budget
 from quire.engine.seat import Seat
+from quire.engine.waiting import Bell, Waiter
 from quire.errors import ClosedError, RequestError
 from quire.speculate.draft_model import Follower
 from tests.budgets import pages
@@ -51,27 +52,44 @@ def test_a_stream_that_is_closed_while_it_begins(
     session.close()  # the reader's error holds its frame, and that the reader
 
 
-def test_coroutines_have_their_turn_beside_who_calls_in_a_loop(llm: quire.LLM) -> None:
+@pytest.mark.parametrize("callers", [1, 2, 4])
+def test_coroutines_have_their_turn_beside_who_calls_in_a_loop(
+    llm: quire.LLM, callers: int
+) -> None:
     """Whoever calls has the seat again before the thread that drives for them has woken up."""
     done, begun = threading.Event(), threading.Event()
-    served = False
+    made = [0] * callers
 
-    def calls() -> None:
-        nonlocal served
-        for _ in range(300):
+    def calls(i: int) -> None:
+        until = time.monotonic() + 30
+        while time.monotonic() < until and not done.is_set():
             llm.loop.call(lambda: time.sleep(0.003))  # as if it computed
+            made[i] += 1
             begun.set()
-            served = served or done.is_set()
 
-    async def use() -> None:
-        caller = asyncio.create_task(asyncio.to_thread(calls))
+    async def use() -> float:
+        calling = [asyncio.create_task(asyncio.to_thread(calls, i)) for i in range(callers)]
         await asyncio.to_thread(begun.wait)
-        await llm.agenerate(PROMPT, max_tokens=5, **GO)
+        started = time.monotonic()
+        await llm.agenerate(PROMPT, max_tokens=20, **GO)
+        took = time.monotonic() - started
         done.set()
-        await caller
+        await asyncio.gather(*calling)
+        return took
 
-    asyncio.run(use())
-    assert served
+    assert asyncio.run(use()) < 15
+    assert min(made) > 1  # nor does one of them keep the others out
+
+
+def asked(llm: quire.LLM, found: list[object], for_: Callable[[], object]) -> threading.Thread:
+    """A thread that waits for whoever drives to do something."""
+    calls = llm.loop.seat._calls
+    before = len(calls)
+    thread = threading.Thread(target=lambda: found.append(llm.loop.call(for_)), daemon=True)
+    thread.start()
+    while len(calls) == before:
+        time.sleep(0.001)
+    return thread
 
 
 def test_nobody_is_forgotten_where_an_ending_fails(llm: quire.LLM) -> None:
@@ -81,16 +99,8 @@ def test_nobody_is_forgotten_where_an_ending_fails(llm: quire.LLM) -> None:
     def fail() -> None:
         raise MemoryError("of an ending")
 
-    def ask(for_: Callable[[], object]) -> threading.Thread:
-        thread = threading.Thread(target=lambda: found.append(llm.loop.call(for_)), daemon=True)
-        before = len(seat._calls)
-        thread.start()
-        while len(seat._calls) == before:
-            time.sleep(0.001)
-        return thread
-
     assert seat.take()
-    asking = [ask(lambda: llm.loop.later(fail)), ask(lambda: 7)]
+    asking = [asked(llm, found, lambda: llm.loop.later(fail)), asked(llm, found, lambda: 7)]
     with pytest.raises(MemoryError, match="of an ending"):
         seat.tidy()
     seat.leave()
@@ -98,6 +108,78 @@ def test_nobody_is_forgotten_where_an_ending_fails(llm: quire.LLM) -> None:
         thread.join(60)
         assert not thread.is_alive()
     assert found in ([None, 7], [7, None])  # both were done, and may say so in any order
+
+
+def test_turns_that_an_ending_takes_leave_nobody_out(llm: quire.LLM) -> None:
+    """Behind one request comes one that uses the model itself, and does what others asked for."""
+    seat, session, found = llm.loop.seat, llm.session(), list[object]()
+    assert seat.take()
+    uses = asked(llm, found, lambda: llm.loop.let_use(lambda: session.append(PROMPT)))
+    other = asked(llm, found, lambda: 7)
+    seat.tidy()
+    seat.leave()
+    for thread in (uses, other):
+        thread.join(60)
+    assert found in ([None, 7], [7, None]) and session.tokens == PROMPT
+    session.close()
+
+
+def test_a_coroutine_that_comes_while_the_seats_own_thread_goes(
+    llm: quire.LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is done when it comes, and the thread is gone when it rings."""
+    asyncio.run(llm.agenerate(PROMPT, max_tokens=1))  # the thread is there for a second
+    seat, real = llm.loop.seat, Seat.add_guest
+    own = seat._thread
+    assert own is not None
+
+    class LateBell(Bell):
+        def ring(self) -> None:
+            own.join()
+            bell.ring()
+
+        def wait(self, seconds: float) -> bool:
+            return bell.wait(seconds)
+
+    def add_guest(seat: Seat, guest: Waiter) -> None:
+        while not guest.done():  # somebody else drives
+            seat.turn(guest.steps)
+        real(seat, guest)
+
+    bell = seat._news
+    monkeypatch.setattr(Seat, "add_guest", add_guest)
+    monkeypatch.setattr(seat, "_news", LateBell())
+
+    async def ask() -> quire.Completion:
+        return await asyncio.wait_for(llm.agenerate(PROMPT, max_tokens=2, **GO), 30)
+
+    assert len(asyncio.run(ask()).token_ids) == 2
+
+
+def test_two_who_lose_their_pages_to_each_other_both_end(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one has computed makes way for the other before it has woken up to look at it."""
+    with quire.load(path, n_ctx=160, threads=1, kv_cache_tokens=80, swap_space=0) as llm:
+        sessions = [llm.session().append([first, *range(5, 80)]) for first in (3, 4)]
+        real, ran = llm.engine.runner.run, []
+
+        def run(ubatch: Any, *more: Any, **named: Any) -> Any:
+            ran.append(len(ubatch.tokens))
+            time.sleep(0.005)
+            return real(ubatch, *more, **named)
+
+        monkeypatch.setattr(llm.engine.runner, "run", run)
+        monkeypatch.setattr(llm.engine.scheduler, "max_tokens", 8)
+        for session in sessions:
+            llm.loop.call(lambda one=session.sequence: llm.engine.room.lose(one))
+        threads = [threading.Thread(target=session.logits, daemon=True) for session in sessions]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+            assert not thread.is_alive(), f"{sum(ran)} tokens were computed, where 152 would do"
+        assert sum(ran) < 10 * 152
 
 
 class Watched:
@@ -127,7 +209,7 @@ def test_a_processor_waits_for_nobody(
     }  # fmt: skip
     for use in uses.values():
         use()  # by itself it can be done
-    monkeypatch.setattr(llm.loop, "_aside", watched)
+    monkeypatch.setattr(llm.loop, "alone", watched)
     monkeypatch.setattr(llm, "writers", watched)
 
     def processor(*_: object) -> None:
