@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.engine.daemons import DEEP, begun
 from quire.engine.schema import closed
 from quire.errors import RequestError
 from quire.types import Behind, Constraint, Grammar, Json, Regex
@@ -21,6 +22,8 @@ _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 _STEP_FUEL = 50_000
 """What one token of a constraint may cost: a mask is made while everybody's step waits."""
+_MOST_BYTES = 256 << 10
+"""Of a grammar: some take time, and depth of the stack, that grow faster than their length."""
 _MOST_KNOWN = 16
 """Lists of texts whose tokens are remembered: requests bring their own."""
 
@@ -58,8 +61,17 @@ class Constrainer:
             grammar = _grammar(constraint, LLMatcher)
         except (ValueError, TypeError, RecursionError) as error:
             raise RequestError(f"the constraint is not valid: {error!s:.800}") from error
-        limits = LLParserLimits(step_lexer_fuel=_STEP_FUEL)
-        matcher = LLMatcher(self._prepared(), grammar, log_level=0, limits=limits)
+        if len(grammar) > _MOST_BYTES:
+            raise RequestError(
+                f"the constraint is too complex: its grammar has {len(grammar):,} bytes, and may "
+                f"have {_MOST_BYTES:,}; make it simpler"
+            )
+        limits, tokenizer = LLParserLimits(step_lexer_fuel=_STEP_FUEL), self._prepared()
+        # It recurses as deeply as a grammar's rules lead on to each other, and ends the process
+        # where the stack has no room for that.
+        matcher = begun(
+            lambda: LLMatcher(tokenizer, grammar, log_level=0, limits=limits), DEEP
+        ).result()
         if matcher.is_error():
             raise RequestError(f"the constraint cannot be compiled: {_why(matcher)}")
         return Matcher(matcher, self.vocabulary.n_vocab)

@@ -7,7 +7,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,15 @@ class Rig:
         self.http = httpx.Client(base_url=self.url, timeout=60)
 
     def _run(self) -> None:
-        asyncio.run(self.server.serve(sockets=[self._listening]))
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        await self.server.serve(sockets=[self._listening])
+
+    def there(self, doing: Coroutine[Any, Any, Any]) -> Any:
+        """What comes of something in the server's event loop."""
+        return asyncio.run_coroutine_threadsafe(doing, self._loop).result(60)
 
     @property
     def state(self) -> State:

@@ -132,13 +132,21 @@ def _asked(rig: Rig, path: str, **body: Any) -> socket.socket:
 @contextmanager
 def compilers_busy(rig: Rig) -> Iterator[None]:
     """While all that compile constraints are at those of others."""
-    free = threading.Event()
-    for _ in range(compilers._THREADS):
-        rig.state.compilers.threads.submit(free.wait)
+    free = rig.state.compilers.free
+
+    async def take() -> None:
+        for _ in range(compilers._THREADS):
+            await free.acquire()
+
+    async def give() -> None:
+        for _ in range(compilers._THREADS):
+            free.release()
+
+    rig.there(take())
     try:
         yield
     finally:
-        free.set()
+        rig.there(give())
 
 
 def test_a_constraint_takes_no_longer_because_of_others(
@@ -160,7 +168,7 @@ def test_no_more_constraints_wait_than_the_queue_holds(tmp_path: Path) -> None:
     with serving(tmp_path, max_queue=3) as rig, ThreadPoolExecutor(most) as aside:
         with compilers_busy(rig):
             waiting = [aside.submit(rig.http.post, COMPLETE, json=body) for _ in range(most)]
-            until(lambda: len(rig.state.records.told()) == most)
+            until(lambda: rig.state.compilers.here == most)
             assert rig.refused(429, COMPLETE, **body)["code"] == "queue_full"
         assert {one.result().status_code for one in waiting} == {200}
         rig.post(COMPLETE, **body)
@@ -176,3 +184,38 @@ def test_who_waits_too_long_for_constraints_of_others_may_come_again(
         assert answer.status_code == 503 and answer.headers["retry-after"]
         assert answer.json()["error"]["code"] == "overloaded"
     assert rig.pages() == 0
+
+
+def test_a_constraint_that_takes_for_ever_keeps_nobody_from_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread is busy until then, and free for others behind it; those who left hold nothing."""
+    monkeypatch.setattr(compilers, "_SECONDS", 0.2)
+    go_on = threading.Event()
+    body = {"prompt": "a", "structured_outputs": {"choice": ["yes"]}, "max_tokens": 4}
+    with serving(tmp_path) as rig:
+        free, real = rig.state.compilers.free, rig.llm.matcher
+
+        def matcher(request: Any) -> Any:
+            go_on.wait()
+            return real(request)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(rig.llm, "matcher", matcher)
+            for _ in range(compilers._THREADS):
+                assert rig.refused(400, COMPLETE, **body)["code"] == "constraint_too_complex"
+        assert free.locked() and rig.state.compilers.here == 0
+        waiting = [_asked(rig, COMPLETE, **body) for _ in range(9)]
+        until(lambda: rig.state.compilers.here == 9)
+        for one in waiting:
+            one.close()
+        until(lambda: rig.state.compilers.here == 0)
+        go_on.set()
+        until(lambda: not free.locked())
+        assert rig.post(COMPLETE, **body)["choices"][0]["text"] == "yes"
+        go_on.clear()
+        monkeypatch.setattr(rig.llm, "matcher", matcher)
+        rig.refused(400, COMPLETE, **body)
+    threads = [one for one in threading.enumerate() if one.name == "quire-aside"]
+    assert threads and all(one.daemon for one in threads)  # the process may end
+    go_on.set()

@@ -85,3 +85,33 @@ def test_digits_are_0_to_9(pattern: str) -> None:
 
 def test_an_escaped_backslash_is_no_digit() -> None:
     assert accepts(Regex(r"\\d"), r"\d") and not accepts(Regex(r"\\d"), "\\3")
+
+
+def chain(rule: str, last: str, n: int) -> Grammar:
+    """Rules each of which leads on to the next."""
+    rules = [f"start: {rule}0", *(f'{rule}{i}: "a" {rule}{i + 1}' for i in range(n))]
+    return Grammar("\n".join([*rules, f"{rule}{n}: {last}"]))
+
+
+@pytest.mark.parametrize(
+    "deep",
+    [
+        chain("r", '"b"', 14_000),
+        chain("T", '"b"', 14_000),
+        Json({
+            "$ref": "#/$defs/0",
+            "$defs": {str(i): {"anyOf": [{"$ref": f"#/$defs/{i + 1}"}]} for i in range(6000)}
+            | {"6000": {"type": "null"}},
+        }),
+    ],
+    ids=["rules", "terminals", "references"],
+)  # fmt: skip
+def test_deep_grammars_do_not_end_the_process(deep: Constraint) -> None:
+    """They are compiled by code that recurses, and has no bound of its own."""
+    CONSTRAINER.compile(deep).warm()
+
+
+def test_a_grammar_has_a_bound() -> None:
+    many = Grammar("start: " + "|".join(f'"{i}"' for i in range(60_000)))
+    with pytest.raises(RequestError, match=r"too complex.*262,144"):
+        CONSTRAINER.compile(many)
