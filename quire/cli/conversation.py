@@ -128,7 +128,7 @@ class Conversation:
         """
         messages = self.branch.messages
         messages.append({"role": "user", "content": text})
-        answer, start = "", 0
+        answer, start = "", None
         try:
             self._show(self.llm.chat_text(messages))
             start = self.branch.session.position
@@ -149,15 +149,17 @@ class Conversation:
         messages.append({"role": "assistant", "content": answer})
         self._mark_end()
 
-    def _cut_off(self, answer: str, start: int) -> None:
+    def _cut_off(self, answer: str, start: int | None) -> None:
         """Takes down what was heard; what the session has beyond it was made, and not heard."""
         branch = self.branch
         seen, branch.seen = branch.seen, ""
+        if not seen or start is None:  # the question may not be there as a whole
+            return
         made = branch.session.tokens[start:]
         heard = len(made)
         while len(said := self._text(made[:heard])) > len(answer):
             heard -= 1
-        if seen and said == answer:  # else the next message is compared, token by token
+        if said == answer:  # else the next message is compared, token by token
             if heard < len(made):
                 branch.session.rewind(heard - len(made))
             branch.seen = seen + answer

@@ -139,6 +139,28 @@ def test_after_an_interrupt_the_model_sees_what_was_heard(path: str, byte: int) 
         talk.close()
 
 
+@pytest.mark.parametrize("where", ["chat_text", "encode", "append"])
+def test_after_an_interrupt_before_an_answer_the_model_knows_what_was_said(
+    path: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with quire.load(path) as llm:
+        talk = Conversation(llm, quire.Sampling(max_tokens=9, ignore_eos=True))
+        list(talk.say("my name is Ann"))
+        before = talk.branch.session.position
+
+        def interrupted(*_: object, **__: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(talk.branch.session if where == "append" else llm, where, interrupted)
+            list(talk.say("who am I?"))
+        assert talk.branch.session.position == before
+        list(talk.say("who?"))
+        shown = llm.chat_text(talk.branch.messages[:-1])
+        assert llm.decode(talk.branch.session.tokens).startswith(shown)
+        talk.close()
+
+
 @pytest.mark.parametrize("name", ["tiny-dense", "tiny-recurrent", "lfm2"])
 def test_a_conversation_that_starts_anew_holds_nothing(name: str, tmp_path: Path) -> None:
     with quire.load(model_folder(name, tmp_path)) as llm:
