@@ -148,9 +148,10 @@ class Protocol(H11Protocol):
         cycle = self.cycle
         if cycle is None or cycle.response_complete or cycle.more_body:
             return False
-        self._half_closed = True
         self.transport.write(self.conn.ahead())
-        self.loop.call_soon(self._look)
+        if not self._half_closed:  # it comes again with every request that is read behind it
+            self._half_closed = True
+            self.loop.call_soon(self._look)
         return True
 
     def _look(self) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from quire.server.protocol import _LOOK_S, Protocol
 from tests.server.rig import Rig, serving_slowly
 from tests.server.test_leaving import LONG, running, send, until
 
@@ -48,6 +49,32 @@ def test_a_client_that_ends_its_part_is_answered(slow: Rig, stream: bool, wait: 
     else:
         assert json.loads(body)["choices"][0]["text"] == want
     assert slow.pages() == 0
+
+
+def test_one_looks_after_many_requests(slow: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind each of them the end is met once more."""
+    looks, real = 0, Protocol._look
+
+    def look(self: Protocol) -> None:
+        nonlocal looks
+        looks += 1
+        real(self)
+
+    monkeypatch.setattr(Protocol, "_look", look)
+    long = slow.http.build_request(
+        "POST", "/v1/completions", json=LONG | {"prompt": "a", "max_tokens": 100}
+    )
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    connection = socket.create_connection(("127.0.0.1", slow.port))
+    started = time.monotonic()
+    for body in [b"{}"] * 100 + [long.content]:
+        connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    connection.shutdown(socket.SHUT_WR)
+    got = b""
+    while data := connection.recv(65536):
+        got += data
+    assert got.count(b"HTTP/1.1 400") == 100 and got.count(b"HTTP/1.1 200") == 1
+    assert looks < 2 * (time.monotonic() - started) / _LOOK_S + 10
 
 
 def test_every_request_before_the_end_is_answered(slow: Rig) -> None:

@@ -148,6 +148,17 @@ def test_bodies_of_too_many_values_are_not_read(rig: Rig, many: bytes) -> None:
         assert answer.status_code == 413 and "2,000,000" in answer.json()["error"]["message"]
 
 
+def test_texts_are_one_value_however_long(rig: Rig) -> None:
+    numbers = ", ".join(["7"] * 1000) + ' \\ " [{'
+    texts = [numbers] * 2100
+    error = rig.refused(400, "/v1/embeddings", model="tiny-dense", input=texts)
+    assert error["param"] == "input"  # each of them is too long
+    error = rig.refused(400, "/tokenize", content="[1,2]" * 800_000)
+    assert error["code"] == "context_length_exceeded"
+    many = b'{"prompt": [' + b'"a",' * 2_000_001 + b'"a"]}'
+    assert post(rig, COMPLETE, many).status_code == 413
+
+
 def test_large_bodies(tmp_path: Path) -> None:
     with serving(tmp_path, max_body=1 << 20) as rig:
         started = time.monotonic()
