@@ -200,7 +200,7 @@ class Company(Oracle):
             thread.start()
         for thread in threads:
             thread.join(120)
-            assert not thread.is_alive(), f"it hangs; {_stacks()}"
+            assert not thread.is_alive(), f"it hangs; {stacks()}"
         for (_, check), result in zip(asked, found, strict=True):
             check(result)
 
@@ -268,7 +268,7 @@ class Company(Oracle):
         return lambda: self.llm.logits(prompt), check
 
 
-def _stacks() -> str:
+def stacks() -> str:
     """Where every thread is: what hangs once may not do so again."""
     frames = sys._current_frames()
     return "\n".join("".join(traceback.format_stack(frame)) for frame in frames.values())

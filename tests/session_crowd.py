@@ -14,7 +14,7 @@ import numpy as np
 
 import quire
 from quire.errors import QuireError
-from tests.session_company import Asked, Company
+from tests.session_company import Asked, Company, stacks
 from tests.session_trouble import Injected
 from tests.session_truth import GO, Past
 from tests.session_world import MOST_SESSIONS, Kept, Shadow
@@ -247,7 +247,7 @@ def _started(
 def _joined(threads: list[Started]) -> None:
     for thread, _ in threads:
         thread.join(120)
-        assert not thread.is_alive(), "it hangs"
+        assert not thread.is_alive(), f"it hangs; {stacks()}"
     for _, wrong in threads:
         if wrong:
             raise wrong[0]
