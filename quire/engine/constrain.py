@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.engine.daemons import DEEP, begun
 from quire.engine.schema import closed
 from quire.errors import RequestError
 from quire.types import Behind, Constraint, Grammar, Json, Regex
@@ -56,6 +55,8 @@ class Constrainer:
     def compile(self, constraint: Constraint) -> Matcher:
         """A matcher at its start; a constraint that cannot be compiled is refused."""
         from llguidance import LLMatcher, LLParserLimits
+
+        from quire.engine.daemons import DEEP, begun
 
         try:
             grammar = _grammar(constraint, LLMatcher)
