@@ -307,13 +307,9 @@ def test_who_is_interrupted_asleep_or_waking_harms_no_other_thread() -> None:
 def test_what_was_let_go_of_ends_before_what_is_asked_then() -> None:
     """Though somebody drives who is at what was asked before."""
     seat, order, holder = Seat(), [], Holder()
-
-    def first() -> None:
-        seat.later(lambda: order.append("let go"))
-        seat._calls.append(Call(lambda: order.append("asked"), holder))
-
+    lets_go = Call(lambda: seat.later(lambda: order.append("let go")), holder)
     with holder.lock:
-        seat._calls.append(Call(first, holder))
+        seat._calls += [lets_go, Call(lambda: order.append("asked"), holder)]
         seat.call(lambda: None)
     assert order == ["let go", "asked"]
 
