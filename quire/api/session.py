@@ -251,13 +251,13 @@ class Session(Uncopied, Appended):
 
     def _computed(self, ready: Callable[[Sequence, Holder], T | Work]) -> T:
         """Does something as soon as everything appended is in memory; work may come of it first."""
-        holder = Holder()
+        loop, holder = self._loop, Holder()
 
         def attempt() -> T | Work:
             sequence = self._resting()
             self._engine.ensure_resident(sequence)
             if sequence.pending:
-                return self._loop.compute(sequence, holder)
+                return loop.compute(sequence, holder)
             return ready(sequence, holder)
 
         def tried() -> T | Work:
@@ -265,7 +265,6 @@ class Session(Uncopied, Appended):
                 loop.finish(found)
             return found
 
-        loop = self._loop
         with holder.lock:
             if isinstance(found := tried(), Work) and isinstance(found := tried(), Work):
                 # Somebody took its pages before this thread was back, and may lose theirs to it.

@@ -82,7 +82,7 @@ class Compilers:
         """Has a thread begin, which is free again when it is done, whoever waits for it then."""
         loop = asyncio.get_running_loop()
 
-        def free(_: object) -> None:
+        def done(_: object) -> None:
             with suppress(RuntimeError):  # the server has ended, and did not wait for it
                 loop.call_soon_threadsafe(self.free.release)
 
@@ -91,5 +91,5 @@ class Compilers:
         except BaseException:
             self.free.release()
             raise
-        made.add_done_callback(free)
+        made.add_done_callback(done)
         return made
