@@ -10,7 +10,7 @@
 cd "$(dirname "$0")/../.." || exit 1
 logs="${OUT:-build/show}" began="$(date +%s)"
 mkdir -p "$logs" && rm -f "$logs"/*.log
-export OUT=build/cuda PYTHONPATH="$PWD" PYTHONUNBUFFERED=1
+export OUT=build/cuda PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 
 step() {  # a name, seconds at most, a command
     name="$1" most="$2" start="$(date +%s)"
@@ -43,5 +43,5 @@ case "$1" in
         ;;
     *) echo "sh tests/cuda/show.sh together|alone|ordinary"; exit 2 ;;
 esac
-for log in "$logs"/*.log; do grep -v "^{" "$log" | tail -n 60 | cut -c1-220; done
-! grep -h "^== .*: exit [^0]" "$logs"/*.log
+for log in "$logs"/*.log; do grep -av "^{" "$log" | tail -n 60 | cut -c1-220; done
+! grep -ah "^== .*: exit [^0]" "$logs"/*.log
