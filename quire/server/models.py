@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import math
 import time
@@ -239,6 +240,7 @@ class Models:
         """Gives a model's memory back."""
         if model.loaded:
             await asyncio.to_thread(model.give().close)
+            gc.unfreeze()  # what it consisted of can be garbage now
 
     async def unload_idle(self) -> None:
         """Gives back those that nobody has used for as long as they stay."""

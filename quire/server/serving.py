@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -120,7 +121,13 @@ def serve(settings: ServeSettings, ready: Callable[[str], None] = lambda url: No
     server = make(settings)
     with _listening(settings) as sock:
         address = replace(settings, port=sock.getsockname()[1])
-        server.when_ready = lambda: ready(address.url)
+
+        def when_ready() -> None:
+            gc.collect()
+            gc.freeze()  # looking for garbage among vocabularies would hold every stream up
+            ready(address.url)
+
+        server.when_ready = when_ready
         server.run(sockets=[sock])
 
 

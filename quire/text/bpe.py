@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice, pairwise
 
 from quire.text.length import Fewest
-from quire.text.merge import merge
+from quire.text.merge import merge, merge_few
 from quire.text.pretokenize import PreTokenizer, WordSplitter
 from quire.text.vocab import Vocab
 
@@ -13,6 +14,10 @@ SPACE_MARK = "\u2581"
 
 _CACHED_WORDS = 1 << 16
 _CACHED_LENGTH = 64
+_WORDS = 256
+"""Words that become ids at a time."""
+_FEW = 32
+"""Characters of a word whose pairs are few."""
 
 
 def _byte_characters() -> str:
@@ -46,12 +51,13 @@ class BytePairs:
         self._fewest = Fewest(self._ids, lambda character: bool(self._spelled(character)))
 
     def encode(self, text: str, most: int | None = None) -> Iterator[list[int]]:
-        """The ids of a text without special tokens, word by word, if there may be so many."""
+        """The ids of a text without special tokens, some at a time, if there may be so many."""
         if not self._variant.byte_level:
             text = text.replace(" ", SPACE_MARK)
-        cached = self._cache.get
-        for word in self._splitter.words(text):
-            yield cached(word) or self._encode_word(word, most)
+        cached, encoded = self._cache.get, self._encode_word
+        words = self._splitter.words(text)
+        while some := list(islice(words, _WORDS)):
+            yield [id for word in some for id in cached(word) or encoded(word, most)]
 
     def _encode_word(self, word: str, most: int | None) -> list[int]:
         symbols = word
@@ -72,17 +78,18 @@ class BytePairs:
         return None
 
     def _merged(self, symbols: str) -> list[int]:
-        ranks = self._ranks
-        ends = merge(len(symbols), lambda a, b, c: ranks.get(f"{symbols[a:b]} {symbols[b:c]}"))
-        ids = []
-        start = 0
-        for end in ends:
-            id = self._ids.get(symbols[start:end])
+        ranks, ids = self._ranks, []
+        if len(symbols) <= _FEW:
+            parts = merge_few(symbols, ranks)
+        else:
+            ends = merge(len(symbols), lambda a, b, c: ranks.get(f"{symbols[a:b]} {symbols[b:c]}"))
+            parts = [symbols[start:end] for start, end in pairwise([0, *ends])]
+        for part in parts:
+            id = self._ids.get(part)
             if id is None:
-                ids.extend(self._spelled(symbols[start:end]))
+                ids.extend(self._spelled(part))
             else:
                 ids.append(id)
-            start = end
         return ids
 
     def _spelled(self, symbol: str) -> list[int]:

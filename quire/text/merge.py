@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
+from itertools import pairwise
+from math import inf
 
 Priority = Callable[[int, int, int], float | None]
 """How urgent it is to join text[a:b] with text[b:c]: least first; None if they never join."""
 Join = Callable[[int, float], object]
 """The symbols at a place were joined, which was so urgent."""
 
+_NEVER = inf
+"""The rank of a pair that is never joined."""
 _LONG = 256
 """Characters of a word from which on it pays to look at all pairs of one urgency at a time."""
 
@@ -101,6 +105,23 @@ def _merge_one_by_one(length: int, priority: Priority) -> list[int]:
             if urgency is not None:
                 heappush(heap, (urgency, left, end, after))
     return [end for end in ends if end > 0]
+
+
+def merge_few(text: str, ranks: Mapping[str, int]) -> list[str]:
+    """The symbols of a short word: the pair "left right" of the least rank, the first of them, is
+    joined again and again. So few pairs are looked through faster than kept in order."""
+    symbols = list(text)
+    rank = ranks.get
+    pairs = [rank(f"{left} {right}", _NEVER) for left, right in pairwise(symbols)]
+    while pairs and (least := min(pairs)) < _NEVER:
+        at = pairs.index(least)
+        symbols[at] += symbols.pop(at + 1)
+        del pairs[at]
+        if at:
+            pairs[at - 1] = rank(f"{symbols[at - 1]} {symbols[at]}", _NEVER)
+        if at < len(pairs):
+            pairs[at] = rank(f"{symbols[at]} {symbols[at + 1]}", _NEVER)
+    return symbols
 
 
 def merge_ids(

@@ -22,7 +22,7 @@ from quire.errors import ContextError, QuireError, TokenizerError
 from quire.text import characters
 from quire.text.bpe import BYTE_CHARACTERS, BytePairs
 from quire.text.hf_patterns import LAST_SPACES, PARTIAL, TOTAL
-from quire.text.merge import merge, merge_ids
+from quire.text.merge import merge, merge_few, merge_ids
 from quire.text.pretokenize import PreTokenizer, WordSplitter
 from quire.text.sentencepiece import SentencePieces
 from quire.text.special import SpecialToken, SpecialTokens
@@ -360,6 +360,7 @@ class TestMerging:
         ends = merge(len(text), lambda a, b, c: ranks.get(f"{text[a:b]} {text[b:c]}"))
         found = [text[a:b] for a, b in zip([0, *ends], ends, strict=False)]
         assert found == self.by_hand(list(text), lambda x, y: ranks.get(f"{x} {y}"))
+        assert found == merge_few(text, ranks)
 
     @given(
         st.text("abc", max_size=40), st.permutations(["a b", "b c", "ab c", "a a", "aa a", "c c"]),
@@ -383,6 +384,7 @@ class TestMerging:
             ends = merge(len(text), lambda a, b, c: ranks.get(f"{text[a:b]} {text[b:c]}"))
             ids = merge_ids([symbols[one] for one in text], pairs, made, 100)
         assert [text[a:b] for a, b in zip([0, *ends], ends, strict=False)] == expected
+        assert merge_few(text, ranks) == expected
         expected = self.by_hand(list(text), lambda x, y: by_rank.get(f"{x} {y}"))
         assert [names[id] for id in ids] == expected
 
