@@ -174,8 +174,7 @@ def _check_lengths(ask: Ask) -> None:
     """Refuses what cannot fit before it waits for its turn."""
     engine = ask.model.llm.engine
     for prompt in ask.prompts if ask.session is None else ():
-        engine.check_tokens(0, prompt)
-        if ask.answers and len(prompt) >= engine.n_ctx:
+        if len(prompt) + ask.answers > engine.n_ctx:
             raise engine.too_long(len(prompt))
 
 

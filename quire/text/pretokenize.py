@@ -160,7 +160,19 @@ def _compiled(step: str | DigitGroups, cased: bool) -> tuple[Splitter, bool]:
     if cased and not on_collapsed:
         assert r"\S" not in pattern, pattern
         pattern = pattern.replace(r"\s", rf"[\s{WIDE_SPACES}]")
-    return re.compile(f"({pattern})", re.ASCII).split, on_collapsed
+    return _splitter(pattern), on_collapsed
+
+
+def _splitter(pattern: str) -> Splitter:
+    """Cuts a text into what a pattern finds and what lies between."""
+    find = re.compile(pattern, re.ASCII).findall
+    cut = re.compile(f"({pattern})", re.ASCII).split
+
+    def split(text: str) -> list[str]:
+        found = find(text)  # mostly there is nothing between
+        return found if sum(map(len, found)) == len(text) else cut(text)
+
+    return split
 
 
 def _translate(pattern: str, cased: bool = False) -> str:

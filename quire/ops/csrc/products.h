@@ -28,25 +28,29 @@ void score(const float* q, int dk, const void* const* blocks, const ValueBlock* 
         for (int n = 0; n < N; n++) keys[n].init(blocks[from + n * LANES / BLOCK], n * LANES % BLOCK, dk);
 #pragma GCC unroll 24
         for (int i = 0; i < R * N; i++) sum[i / N][i % N] = zero();
-        for (int d = 0; d < dk;) {
+        auto multiply = [&]<bool FETCH>() {
+            for (int d = 0; d < dk;) {
 #pragma GCC unroll 24
-            for (int n = 0; n < N; n++) keys[n].open(d);
-            const int stop = d + T::GROUP < dk ? d + T::GROUP : dk;
-            for (; d < stop; d++) {
-                vf key[N];
+                for (int n = 0; n < N; n++) keys[n].open(d);
+                const int stop = d + T::GROUP < dk ? d + T::GROUP : dk;
+                for (; d < stop; d++) {
+                    vf key[N];
 #pragma GCC unroll 24
-                for (int n = 0; n < N; n++) key[n] = keys[n].at(d);
+                    for (int n = 0; n < N; n++) key[n] = keys[n].at(d);
 #pragma GCC unroll 24
-                for (int n = 0; n < N && values; n++)
-                    fetch((const char*)values[from + n * LANES / BLOCK].rows + d * BYTES);
+                    for (int n = 0; n < N && FETCH; n++)
+                        fetch((const char*)values[from + n * LANES / BLOCK].rows + d * BYTES);
 #pragma GCC unroll 24
-                for (int r = 0; r < R; r++) {
-                    const vf x = set1(q[r * dk + d]);
+                    for (int r = 0; r < R; r++) {
+                        const vf x = set1(q[r * dk + d]);
 #pragma GCC unroll 24
-                    for (int n = 0; n < N; n++) sum[r][n] = fma(x, key[n], sum[r][n]);
+                        for (int n = 0; n < N; n++) sum[r][n] = fma(x, key[n], sum[r][n]);
+                    }
                 }
             }
-        }
+        };
+        if (values) multiply.template operator()<true>();
+        else multiply.template operator()<false>();
         float* out = s + from * BLOCK;
 #pragma GCC unroll 24
         for (int i = 0; i < R * N; i++) store(out + i / N * SEGMENT + i % N * LANES, sum[i / N][i % N]);
