@@ -183,11 +183,21 @@ class Pages {
         auto cost = [&](const Item& item) {
             return int64_t(item.to - item.from) * plan->tiles[size_t(item.tile)].rows;
         };
-        std::stable_sort(plan->items.begin(), plan->items.end(),
-                         [&](const Item& a, const Item& b) { return cost(a) > cost(b); });
+        const bool by_heads = read_again(*plan);
+        std::stable_sort(plan->items.begin(), plan->items.end(), [&](const Item& a, const Item& b) {
+            return by_heads && a.head != b.head ? a.head < b.head : cost(a) > cost(b);
+        });
         plan->left = std::make_unique<std::atomic<int32_t>[]>(plan->joins.size());
         for (size_t j = 0; j < plan->joins.size(); j++) plan->left[j] = plan->joins[j].parts;
         return plan;
+    }
+
+    // Whether several tiles read the same pages, of one sequence or a shared prefix: one head's stay in the cache.
+    bool read_again(const Plan& plan) const {
+        if (plan.most_rows > 1 && int64_t(plan.tiles.size()) > n_seqs_) return true;
+        for (int64_t s = 1; plan.most_rows > 1 && s < n_seqs_; s++)
+            if (view.tables[s * view.max_pages] == view.tables[(s - 1) * view.max_pages]) return true;
+        return false;
     }
 
     // A tile that is long beside a quarter of each thread's share is split by segments.
