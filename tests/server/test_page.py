@@ -259,6 +259,21 @@ def test_a_second_press_makes_a_second_session(server: Rig, tab: Tab) -> None:
     assert sorted(sessions(server)) == ["chat-1", "chat-2", "chat-3"]
 
 
+def test_figures_of_a_server_that_began_anew_are_its_own(chromium: Any, tmp_path: Path) -> None:
+    with serving(tmp_path) as rig:
+        tab = Tab(chromium, rig.url).live()
+        rig.complete("Once upon a time", most=40)
+        tab.page.wait_for_timeout(600)
+    tab.page.wait_for_selector("#live[data-state=lost]")
+    with serving(tmp_path, port=rig.port) as rig:
+        tab.live()
+        tab.page.wait_for_timeout(600)
+        assert "-" not in tab.text("#plot-tokens"), "its counters begin at 0"
+        rig.complete("Once upon a time", most=4)
+        tab.until("document.querySelector('#plot-hits').textContent.endsWith('minutes 0%')")
+    tab.context.close()
+
+
 def test_many_holders_of_pages_do_not_push_the_rest_away(server: Rig, tab: Tab) -> None:
     for number in range(40):
         server.post("/v1/sessions", id=f"one-{number}", prompt="Hello")

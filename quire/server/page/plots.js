@@ -7,6 +7,8 @@ const KEPT_S = 300;
 const SPAN_S = 2; // speeds are those of so many seconds
 const HEIGHT = 120;
 const rows = []; // what was seen: time, counters, and what is drawn of them
+const counted = {}; // the counters as they were last told
+const totals = {};
 let plots = [];
 
 const BINARY = Array.from({ length: 30 }, (_, n) => 2 ** (n + 14)); // so that ticks are round
@@ -16,12 +18,13 @@ const PLOTS = [
     lines: [["made", "made", "0", speed], ["read", "read", "1", speed]] },
   { id: "plot-memory", title: "Memory used", tick: bytes, steps: BINARY, lines: [["used", "used", "4", bytes]] },
   { id: "plot-hits", title: "Prompts that hit", tick: (v) => `${v}%`, top: 105,
-    lines: [["rate", "since opened", "3", (v) => `${v.toFixed(0)}%`]] },
+    lines: [["rate", "of these minutes", "3", (v) => `${v.toFixed(0)}%`]] },
 ];
 
 export function showPlots({ time, counters, budget, prefix }) {
   if (!counters || !budget || !prefix || typeof uPlot === "undefined") return;
-  const now = { time, generated: counters.generated_tokens, computed: counters.computed_tokens, hits: prefix.hits, asked: lookups(prefix) };
+  const { generated_tokens: generated, computed_tokens: computed } = counters;
+  const now = { time, ...grown({ generated, computed, hits: prefix.hits, asked: lookups(prefix) }) };
   const recent = rows.findLast((one) => one.time <= time - SPAN_S) ?? rows[0] ?? now;
   const span = Math.max(time - recent.time, 0.25);
   const first = rows[0] ?? now;
@@ -39,6 +42,15 @@ export function showPlots({ time, counters, budget, prefix }) {
     plot.lines.forEach(([field, label, , tell], n) =>
       say(plots[i].told[n], `${label} ${now[field] == null ? "–" : tell(now[field])}`));
   });
+}
+
+/** By how much counters have grown since the page was opened; they fall where a server or a model ended. */
+function grown(told) {
+  for (const [name, n] of Object.entries(told)) {
+    totals[name] = (totals[name] ?? 0) + Math.max(n - (counted[name] ?? n), 0);
+    counted[name] = n;
+  }
+  return totals;
 }
 
 function build({ id, title, tick, top, steps, lines }) {
