@@ -274,6 +274,24 @@ def test_figures_of_a_server_that_began_anew_are_its_own(chromium: Any, tmp_path
     tab.context.close()
 
 
+def test_focus_stays_where_it_is(server: Rig, tab: Tab) -> None:
+    """Though an answer ends, or a session that stood before is closed by others."""
+    server.post("/v1/sessions", id="other")
+    tab.send("Hello")
+    tab.page.wait_for_selector("[data-session=chat-1]")
+    tab.page.fill("#message", "And then?")
+    tab.page.evaluate(
+        "document.querySelector('#composer').requestSubmit();"
+        "document.querySelector('[data-session=chat-1] .name').focus()"
+    )
+    tab.until("document.querySelector('#composer').dataset.answers === '2'")
+    focused = "document.activeElement.textContent"
+    assert tab.page.evaluate(focused) == "chat-1"
+    server.http.delete("/v1/sessions/other")
+    tab.until("!document.querySelector('[data-session=other]')")
+    assert tab.page.evaluate(focused) == "chat-1"
+
+
 def test_many_holders_of_pages_do_not_push_the_rest_away(server: Rig, tab: Tab) -> None:
     for number in range(40):
         server.post("/v1/sessions", id=f"one-{number}", prompt="Hello")

@@ -40,10 +40,16 @@ export function useTree(tree) {
 }
 
 export function openTalk(id) {
+  showTalk(id);
+  $("message").focus({ preventScroll: true });
+}
+
+function showTalk(id) {
   open = id;
   say($("chat-h"), id ? `Chat in ${id}` : "Chat");
   show();
-  $("message").focus({ preventScroll: true });
+  const at = document.activeElement; // whoever has gone on to something else is left there
+  if (at === document.body || $("composer").contains(at)) $("message").focus({ preventScroll: true });
 }
 
 /** A server that was started again opens a session from its file, as soon as somebody asks for it. */
@@ -75,7 +81,7 @@ export function showChat(state) {
   if (!state.sessions) return;
   if (state.model) most = Math.min(MOST, Math.floor(state.model.n_ctx / 8));
   sessions = new Map(state.sessions.map((one) => [one.id, one]));
-  if (open && !sessions.has(open) && !running) openTalk(state.sessions[0]?.id ?? null);
+  if (open && !sessions.has(open) && !running) showTalk(state.sessions[0]?.id ?? null);
   show();
 }
 
@@ -161,7 +167,7 @@ async function send(text) {
     if (!heard) giveBack(text);
     running = null;
     $("composer").dataset.answers = Number($("composer").dataset.answers ?? 0) + 1;
-    openTalk(open);
+    showTalk(open);
   }
 }
 
@@ -176,7 +182,7 @@ async function converse(id, text) {
   const answer = { role: "assistant", content: "", reasoning: "" };
   const heard = () => Boolean(answer.content || answer.reasoning);
   talks.set(id, [...turns, { role: "user", content: text }, answer]);
-  openTalk(id);
+  showTalk(id);
   const messages = talks.get(id).slice(0, -1).map(({ role, content }) => ({ role, content }));
   const stream_options = { include_usage: true };
   const body = { model: modelOf(id), messages, session_id: id, stream: true, stream_options, max_tokens: most };

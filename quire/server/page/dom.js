@@ -23,22 +23,20 @@ export function say(node, text) {
 /** Makes a parent's children follow a list: each is made once, so focus survives updates. */
 export function follow(parent, items, key, make, update) {
   const known = (parent._known ??= new Map());
-  const wanted = new Set();
+  const wanted = new Set(items.map(key));
+  for (const [id, node] of known) {
+    if (wanted.has(id)) continue;
+    node.remove(); // first, so that those that stay need not be moved
+    known.delete(id);
+  }
   let before = parent.firstChild;
   for (const item of items) {
     const id = key(item);
-    wanted.add(id);
     let node = known.get(id);
     if (!node) known.set(id, (node = make(item)));
     if (node === before) before = before.nextSibling;
     else parent.insertBefore(node, before);
     update(node, item);
-  }
-  for (const [id, node] of known) {
-    if (!wanted.has(id)) {
-      node.remove();
-      known.delete(id);
-    }
   }
 }
 
