@@ -336,6 +336,17 @@ def test_sessions_talk_to_their_own_model(chromium: Any, tmp_path: Path) -> None
         tab.close()
 
 
+def test_no_figures_are_left_of_models_that_were_given_back(chromium: Any, tmp_path: Path) -> None:
+    with serving(tmp_path, DENSE, HYBRID, keep_alive_s=0.5) as server:
+        tab = Tab(chromium, server.url).live()
+        server.complete("Once upon a time", model="tiny-dense")
+        tab.page.wait_for_selector("#prefix-figures dd")
+        tab.until("document.querySelector('#model').textContent === 'no model loaded'")
+        assert tab.text("#budget-sum") == tab.text("#budget-parts") == ""
+        assert tab.text("#prefix-rate") == tab.text("#prefix-figures") == ""
+        tab.close()
+
+
 def test_all_of_it_works_by_keyboard(server: Rig, tab: Tab) -> None:
     tab.page.focus("#new-session")
     tab.page.keyboard.press("Enter")

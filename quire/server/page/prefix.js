@@ -13,10 +13,10 @@ const WHY = {
 export const lookups = (prefix) => prefix.hits + Object.values(prefix.misses).reduce((a, b) => a + b, 0);
 
 export function showPrefix({ prefix }) {
-  if (!prefix) return;
-  const all = lookups(prefix);
-  say($("prefix-rate"), all ? `${Math.round((100 * prefix.hits) / all)}% of ${plural(all, "prompt")} hit` : "no prompts yet");
-  const figures = [
+  if (prefix === undefined) return;
+  const all = prefix ? lookups(prefix) : 0; // none: no model is loaded
+  say($("prefix-rate"), all ? `${Math.round((100 * prefix.hits) / all)}% of ${plural(all, "prompt")} hit` : prefix ? "no prompts yet" : "");
+  const figures = prefix ? [
     ["hits", "Hits", count(prefix.hits)],
     ["tokens_saved", "Tokens not computed", count(prefix.tokens_saved)],
     ["entries", "Places kept", count(prefix.entries)],
@@ -24,13 +24,14 @@ export function showPrefix({ prefix }) {
     ["parked", "In a tier", count(prefix.parked)],
     ["evictions", "Evictions", count(prefix.evictions)],
     ["bytes_only_here", "Held by it alone", bytes(prefix.bytes_only_here)],
-  ];
+  ] : [];
   const make = ([name, label]) => h("div", { data: { figure: name } }, h("dt", {}, label), h("dd"));
   follow($("prefix-figures"), figures, (f) => f[0], make, (node, f) => say(node.lastChild, f[2]));
-  const most = Math.max(1, ...Object.values(prefix.misses));
+  const misses = prefix?.misses ?? {};
+  const most = Math.max(1, ...Object.values(misses));
   const row = ([reason]) =>
     h("div", { data: { reason } }, h("dt", {}, WHY[reason] ?? reason), h("i"), h("dd"));
-  follow($("prefix-misses"), Object.entries(prefix.misses), (m) => m[0], row, (node, [, n]) => {
+  follow($("prefix-misses"), Object.entries(misses), (m) => m[0], row, (node, [, n]) => {
     node.children[1].style.setProperty("--share", n / most);
     say(node.lastChild, count(n));
   });
