@@ -388,6 +388,25 @@ def test_it_fits_a_narrow_screen(chromium: Any, server: Rig, dark: bool) -> None
     tab.close()
 
 
+def test_long_names_stay_in_their_panels(chromium: Any, server: Rig) -> None:
+    id, name = "s" * 128, "m" * 128
+    server.post("/v1/sessions", id=id, prompt="Once upon a time")
+    server.post(f"/v1/sessions/{id}/checkpoint", name=name)
+    server.post(f"/v1/sessions/{id}/fork", id="f" * 128)
+    for width in (400, 1400):
+        tab = Tab(chromium, server.url, width=width).live()
+        tab.page.click(f"[data-session={id}] .name")
+        tab.page.wait_for_selector("#branches button")
+        cut = tab.page.eval_on_selector_all(
+            "section :is(h2, button, dt, .facts)",
+            "all => { const right = one => one.getBoundingClientRect().right;"
+            "return all.filter(one => one.clientWidth && one.scrollWidth > one.clientWidth + 1 || "
+            "right(one) > right(one.closest('section'))).map(one => one.textContent) }",
+        )
+        assert cut == []
+        tab.close()
+
+
 @pytest.mark.slow
 def test_the_pictures_of_the_docs_can_be_taken(chromium: Any, server: Rig, tmp_path: Path) -> None:
     tour(chromium, server, tmp_path)

@@ -52,7 +52,7 @@ function updateHolder(node, holder) {
 function nameOf(holder) {
   if (holder.kind === "cached") return "cached prefixes";
   if (holder.kind === "session") return holder.id;
-  return holder.id ? `${holder.kind} ${holder.id}` : `${holder.kind}s`;
+  return holder.id ? `${holder.kind} ${holder.id.replace(/~turn$/, "last turn")}` : `${holder.kind}s`;
 }
 
 function makePool(pool) {
