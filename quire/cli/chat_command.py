@@ -22,7 +22,7 @@ from quire.cli.options import (
 )
 from quire.cli.remote import Remote, model_asked, or_remote, sampling_body
 from quire.cli.remote_conversation import RemoteConversation
-from quire.cli.streams import note, shown
+from quire.cli.streams import note, write
 from quire.errors import ContextError, QuireError, RequestError
 
 _COMMANDS = {
@@ -187,9 +187,7 @@ def _turn(conversation: Talk, line: str) -> bool | None:
     try:
         if line.startswith("/"):
             return obey(conversation, line) or None
-        for piece in conversation.say(line):
-            click.echo(shown(piece), nl=False)
-        click.echo()
+        write(conversation.say(line))
     except ContextError as error:
         note(f"quire: {in_flags(str(error))}\n{_FULL}")
         return False

@@ -16,7 +16,7 @@ import click
 from quire.cli.constraints import constraint_from, structured_outputs
 from quire.cli.options import sampling_from
 from quire.cli.prompt import whole_prompt
-from quire.cli.streams import cut, note, shown
+from quire.cli.streams import cut, note, write
 from quire.errors import RequestError
 
 URL = "http://127.0.0.1:8080"
@@ -190,11 +190,7 @@ def run_remotely(server: Remote, options: dict[str, Any]) -> None:
         text = "".join(answer.pieces([made]))
         print(json.dumps({"text": text, **made}))
     else:
-        for piece in answer.pieces(server.stream(path, body)):
-            sys.stdout.write(shown(piece))
-            sys.stdout.flush()
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+        write(answer.pieces(server.stream(path, body)))
     if answer.reason == "length":
         note(f"quire: {cut(answer.tokens, body['max_tokens'], LARGER)}")
         if constraint is not None:

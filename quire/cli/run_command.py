@@ -20,7 +20,7 @@ from quire.cli.options import (
 )
 from quire.cli.prompt import whole_prompt
 from quire.cli.remote import or_remote, run_remotely
-from quire.cli.streams import cut, note, shown
+from quire.cli.streams import cut, note, write
 from quire.errors import RequestError
 from quire.types import Completion, Sampling
 
@@ -66,17 +66,14 @@ def command(prompt: str | None, asked: str | None, file: str | None, **options: 
     with load_from(options) as llm, drafts_from(speculate, llm) as drafts:
         tokens = _tokens(llm, text, raw, system)
         stream = llm.stream(tokens, sampling, stop=stop, constraint=constraint, speculate=drafts)
-        for piece in stream:
-            if not as_json:
-                sys.stdout.write(shown(piece))
-                sys.stdout.flush()
-        completion = stream.completion
         if as_json:
-            print(json.dumps(_object(completion, llm)))
+            for _ in stream:
+                pass
+            print(json.dumps(_object(stream.completion, llm)))
         else:
-            sys.stdout.write("\n")
-            sys.stdout.flush()
-            _summary(completion)
+            write(stream)
+            _summary(stream.completion)
+        completion = stream.completion
     if completion.finish_reason == "length":
         note(f"quire: {cut(len(completion.token_ids), sampling.max_tokens)}")
         if constraint is not None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import click
 
 from quire import config
+from quire.errors import QuireError
 
 _STEERING = {c: None for c in (*range(32), *range(127, 160)) if chr(c) not in "\t\n"}
 ENDED_BY_PIPE = 141  # what a shell says of a program that wrote to a closed pipe
@@ -52,6 +54,26 @@ def _to_nowhere() -> None:
 def shown(text: str) -> str:
     """What a model wrote, for standard output: a terminal gets nothing that could steer it."""
     return text.translate(_STEERING) if sys.stdout.isatty() else text
+
+
+def write(pieces: Iterable[str]) -> None:
+    """An answer as it comes, and the end of its line; where it breaks off, an error begins one."""
+    begun = False
+    try:
+        for piece in pieces:
+            sys.stdout.write(shown(piece))
+            sys.stdout.flush()
+            begun = True
+    except QuireError:
+        if begun:
+            _end_line()
+        raise
+    _end_line()
+
+
+def _end_line() -> None:
+    sys.stdout.write("\n")
+    sys.stdout.flush()
 
 
 def cut(made: int, most: int, larger: str = "-c") -> str:

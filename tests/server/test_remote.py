@@ -202,6 +202,7 @@ def test_half_an_answer_is_an_error(answer: bytes, command: tuple[str, ...]) -> 
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         done = CliRunner().invoke(main, [command[0], "--url", url, *command[1:]], input="hi\n")
     assert done.exit_code == 1 and "quire: " in done.output and url in done.output
+    assert done.output.startswith("quire: ") or "\nquire: " in done.output, "a line of its own"
 
 
 def test_ps(rig: Rig) -> None:
