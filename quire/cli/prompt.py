@@ -15,6 +15,7 @@ from quire.errors import RequestError
 
 _PATIENCE_S = 2.0  # for input that may come beside a prompt, or never
 _MOST_BYTES = 64 << 20
+RAW_SYSTEM = "--system needs a chat template, and is not used with --raw"
 
 
 def whole_prompt(prompt: str | None, asked: str | None, file: str | None) -> str:

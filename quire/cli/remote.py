@@ -15,7 +15,7 @@ import click
 
 from quire.cli.constraints import constraint_from, structured_outputs
 from quire.cli.options import sampling_from
-from quire.cli.prompt import whole_prompt
+from quire.cli.prompt import RAW_SYSTEM, whole_prompt
 from quire.cli.streams import cut, note, write
 from quire.errors import RequestError
 
@@ -105,7 +105,8 @@ class Remote:
             ) from error
         if answer.status >= 400:
             wrong = Missing if answer.status == 404 else RequestError
-            raise wrong(f"the server says: {_reason(answer)}")
+            hint = "; it is given with --api-key" if answer.status == 401 else ""
+            raise wrong(f"the server says: {_reason(answer)}{hint}")
         return answer
 
 
@@ -179,6 +180,8 @@ def run_remotely(server: Remote, options: dict[str, Any]) -> None:
     if constraint is not None:
         body["structured_outputs"] = structured_outputs(constraint)
     if options["raw"]:
+        if options["system"]:
+            raise RequestError(RAW_SYSTEM)
         path, body["prompt"] = "/v1/completions", prompt
     else:
         told = [{"role": "system", "content": options["system"]}] if options["system"] else []

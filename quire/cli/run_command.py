@@ -18,7 +18,7 @@ from quire.cli.options import (
     sampling_from,
     sampling_options,
 )
-from quire.cli.prompt import whole_prompt
+from quire.cli.prompt import RAW_SYSTEM, whole_prompt
 from quire.cli.remote import or_remote, run_remotely
 from quire.cli.streams import cut, note, write
 from quire.errors import RequestError
@@ -83,7 +83,7 @@ def command(prompt: str | None, asked: str | None, file: str | None, **options: 
 def _tokens(llm: quire.LLM, text: str, raw: bool, system: str | None) -> list[int]:
     if raw or not llm.has_template:
         if system:
-            raise RequestError("--system needs a chat template, and is not used with --raw")
+            raise RequestError(RAW_SYSTEM)
         return llm.encode(text)
     messages = [{"role": "system", "content": system}] if system else []
     return llm.chat_tokens([*messages, {"role": "user", "content": text}])

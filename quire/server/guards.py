@@ -101,8 +101,9 @@ class Guards:
         digest = hashlib.sha256(given.encode("latin-1", "replace")).digest()
         matches = [hmac.compare_digest(digest, key) for key in self._keys]
         if self._keys and not any(matches):
+            told = "this key is not the server's" if given else "a key is needed"
             raise ApiError(
-                401, "a key is needed: Authorization: Bearer KEY", code="invalid_api_key",
+                401, f"{told}: Authorization: Bearer KEY", code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )  # fmt: skip
         return digest.hex()[:16] if given else ""

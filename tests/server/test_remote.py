@@ -75,6 +75,12 @@ def test_what_no_server_would_hear_is_refused(
     assert done.exit_code == 1 and "is not sent to a server" in done.stderr
 
 
+def test_raw_text_has_no_system(rig: Rig) -> None:
+    told = ["run", "--url", rig.url, "--raw", "--system", "Be brief.", "hi"]
+    done = CliRunner().invoke(main, told)
+    assert done.exit_code == 1 and "--system needs a chat template" in done.stderr
+
+
 def test_a_schema_that_is_none_is_told(rig: Rig) -> None:
     done = CliRunner().invoke(main, ["run", "--url", rig.url, "--json-schema", "{", "hi"])
     assert done.exit_code == 1 and "--json-schema is not valid JSON" in done.stderr
@@ -241,6 +247,8 @@ def test_a_client_sends_the_first_of_several_keys(
         monkeypatch.setenv("QUIRE_API_KEY", " ")
         done = CliRunner().invoke(main, ["ps", "--url", server.url])
         assert done.exit_code == 1 and "a key is needed" in done.output
+        done = CliRunner().invoke(main, ["ps", "--url", server.url, "--api-key", "two"])
+        assert "this key is not the server's" in done.output and "--api-key" in done.output
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "ftp://x", "nonsense:99999"])
