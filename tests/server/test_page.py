@@ -151,6 +151,8 @@ def test_buttons_do_what_they_say(server: Rig, tab: Tab) -> None:
     assert (server.state.sessions.folder / "story.quire").is_file()
     tab.press("close", "story.1")
     assert "story.1" in sessions(server), "it takes a second press"
+    assert tab.page.get_by_role("button", name="Close story.1 for good?").count() == 1
+    assert tab.text("#notice") == "Press again to close story.1 for good"
     tab.press("close", "story.1")
     tab.until("!document.querySelector('[data-session=\"story.1\"]')")
     assert list(sessions(server)) == ["story"]
@@ -305,6 +307,9 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(chromium: Any, tmp_path: Path) -
     with serving(tmp_path, api_keys=(KEY,)) as server:
         tab = Tab(chromium, server.url)
         tab.page.wait_for_selector("#key-dialog[open]")
+        tab.page.fill("#key", "no \N{RIGHT SINGLE QUOTATION MARK} can be sent")
+        tab.page.press("#key", "Enter")
+        assert tab.page.locator("#key-dialog[open]").count() == 1
         for key in ("wrong", KEY):
             tab.page.wait_for_selector("#key-dialog[open]")
             tab.page.fill("#key", key)

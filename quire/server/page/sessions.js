@@ -68,15 +68,18 @@ function updateSession(node, one) {
 /** Closing cannot be undone: it takes a second press. */
 async function press(button, act, id) {
   if (act === "close" && !button.classList.contains("sure")) {
-    button.classList.add("sure");
-    say(button, "Close for good?");
-    setTimeout(() => {
-      button.classList.remove("sure");
-      say(button, "Close");
-    }, 4000);
+    askSure(button, id, true);
+    setTimeout(() => askSure(button, id, false), 4000);
     return;
   }
   await attempt(() => DO[act](id));
+}
+
+function askSure(button, id, sure) {
+  button.classList.toggle("sure", sure);
+  say(button, sure ? "Close for good?" : "Close");
+  button.ariaLabel = sure ? `Close ${id} for good?` : `Close ${id}`;
+  if (sure) notice(`Press again to close ${id} for good`);
 }
 
 const DO = {
