@@ -54,7 +54,7 @@ def main() -> None:
         told = ask("POST", f"/v1/sessions/{here}/append", prompt=f"\n{number}.")
         print(f"{likely:6.2f} {line.strip()}   {told['position']} tokens, {told['memory']}")
     ask("DELETE", f"/v1/sessions/{here}")
-    print(text)
+    print(text.rpartition("\n")[0])  # without the number of a fourth
 
 
 if __name__ == "__main__":

@@ -36,6 +36,6 @@ def test_sessions_by_curl(rig: Rig) -> None:
 
 def test_an_agent_that_branches(rig: Rig) -> None:
     said = run(sys.executable, str(EXAMPLES / "branching_agent.py"), rig.url)
-    assert "3." in said and said.count("tokens") == 3
+    assert "\n3." in said and "\n4." not in said and said.count("tokens") == 3
     assert not rig.state.sessions.by_id
     assert rig.pages() == 0
