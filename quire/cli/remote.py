@@ -39,18 +39,18 @@ class Remote:
     """A server, asked one thing at a time."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
-        parts = urlsplit(url if "://" in url else f"http://{url}")
         try:
+            parts = urlsplit(url if "://" in url else f"http://{url}")
             known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        except ValueError:  # a port that is none
+        except ValueError:  # an address or a port that is none
             known = False
         if not known:
             raise RequestError(f"--url is like {URL}, not {url!r:.80}")
         self._parts = parts
         self._base = parts.path.rstrip("/").removesuffix("/v1")
-        self._headers = {"Content-Type": "application/json"}
+        self._headers: dict[str, str | bytes] = {"Content-Type": "application/json"}
         if key:
-            self._headers["Authorization"] = f"Bearer {key}"
+            self._headers["Authorization"] = f"Bearer {key}".encode()
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         """What a request gives."""

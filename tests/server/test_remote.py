@@ -238,12 +238,13 @@ def test_ps_cuts_no_name(rig: Rig) -> None:
 def test_a_client_sends_the_first_of_several_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serving(tmp_path, api_keys=("one", "a b")) as server:
+    with serving(tmp_path, api_keys=("one", "a b", "ключ")) as server:
         monkeypatch.setenv("QUIRE_API_KEY", "one two")
         assert "no sessions" in run("ps", "--url", server.url)
         run("run", "--url", server.url, "-n", "4", "Hello there")
         run("chat", "--url", server.url, "-n", "4", stdin="Hello there\n")
         run("ps", "--url", server.url, "--api-key", "a b")  # what is written out is one key
+        run("ps", "--url", server.url, "--api-key", "ключ")
         monkeypatch.setenv("QUIRE_API_KEY", " ")
         done = CliRunner().invoke(main, ["ps", "--url", server.url])
         assert done.exit_code == 1 and "a key is needed" in done.output
@@ -251,7 +252,7 @@ def test_a_client_sends_the_first_of_several_keys(
         assert "this key is not the server's" in done.output and "--api-key" in done.output
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "ftp://x", "nonsense:99999"])
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "ftp://x", "nonsense:99999", "http://[::1"])
 def test_no_server(url: str) -> None:
     done = CliRunner().invoke(main, ["run", "--url", url, "hi"])
     assert done.exit_code == 1 and "quire:" in done.output
