@@ -126,6 +126,13 @@ class ServedSession:
         """Those that clients made."""
         return {name: mark for name, mark in self.session.marks.items() if name != _TURN}
 
+    def free_mark(self) -> str:
+        """A name for the next mark, counted among those that clients see."""
+        number = len(self.marks) + 1
+        while f"mark-{number}" in self.marks:
+            number += 1
+        return f"mark-{number}"
+
     async def append(self, tokens: list[int]) -> None:
         """Computes more tokens; whoever is cancelled meanwhile has appended nothing."""
         seat, holder = self.model.llm.loop.seat, guest_holder()

@@ -194,8 +194,9 @@ async def checkpoint(request: Request) -> Response:
     """A mark of where a session is."""
     body = await read_as(request, CheckpointBody)
     session = await _session(request)
-    name = None if body.name is None else _mark_name(body.name, "name")
+    named = None if body.name is None else _mark_name(body.name, "name")
     with session.owned("marked"):
+        name = named or session.free_mark()
         if name in session.marks:
             raise ApiError(
                 409, f"session {session.id!r} has a checkpoint {name!r} already",

@@ -173,7 +173,7 @@ def test_forks_and_rewinds_are_seen_in_the_chat(server: Rig, tab: Tab) -> None:
     assert first[0] == "Tell me a story." and first[1]
     assert list(sessions(server)) == ["chat-1"]
     tab.press("checkpoint", "chat-1")
-    tab.page.wait_for_selector("[data-act=rewind]")
+    tab.page.wait_for_selector("[data-mark=mark-1]")
     tab.page.click("#fork-here")
     tab.page.wait_for_selector("[data-session='chat-1.1']")
     tab.send("Another one.")
