@@ -18,8 +18,9 @@ from quire.errors import RequestError
 
 @click.command("serve", cls=Command)
 @click.option("-m", "--model", "models", multiple=True, default=("smollm2",), show_default=True,
-              help="Alias, .gguf file, folder of safetensors, or hf:owner/repo/file; given more "
-              "than once, each is loaded when it is first used.")  # fmt: skip
+              help="Alias, .gguf file, folder of safetensors, or a model of the Hugging Face Hub: "
+              "owner/repo or owner/repo:quant; given more than once, each is loaded when it is "
+              "first used.")  # fmt: skip
 @click.option("--host", default="127.0.0.1", show_default=True, help="Where to listen.")
 @click.option("--port", default=8080, show_default=True, type=click.IntRange(0, 65535))
 @click.option("--api-key", "api_keys", multiple=True, envvar="QUIRE_API_KEY",
