@@ -243,10 +243,10 @@ class Sessions:
 
     async def delete(self, session: ServedSession) -> None:
         """Closes a session for good: it is not opened again because somebody names it."""
+        self._deleted[session.id] = None  # first: its file is there while its pages are given back
         await self.close(session)
         if session.kept is False:
             await asyncio.to_thread(self.path(session.id).unlink, missing_ok=True)
-        self._deleted[session.id] = None
         while len(self._deleted) > _REMEMBERED:
             del self._deleted[next(iter(self._deleted))]
 

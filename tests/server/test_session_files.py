@@ -9,6 +9,7 @@ from typing import BinaryIO
 
 import pytest
 
+from quire.api.session import Session
 from quire.memory.saved.write import Image
 from quire.server import sessions
 from quire.server.session import ServedSession
@@ -119,6 +120,30 @@ def test_no_new_session_takes_a_name_that_is_being_written(
         rig.refused(409, "/v1/sessions", id="kept")
         end.set()
         assert saved.result()["name"] == "kept"
+
+
+def test_a_session_that_is_being_deleted_is_not_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pages are given back between two steps, and its file is there until then."""
+    with serving(tmp_path, save_sessions="turn") as rig, ThreadPoolExecutor() as pool:
+        rig.post("/v1/sessions", id="own", prompt=STORY)
+        go_on(rig, "own")
+        closing, end, real = threading.Event(), threading.Event(), Session.close
+
+        def close(self: Session) -> None:
+            closing.set()
+            assert end.wait(20)
+            real(self)
+
+        monkeypatch.setattr(Session, "close", close)
+        deleted = pool.submit(rig.http.delete, "/v1/sessions/own")
+        assert closing.wait(20)
+        meanwhile = rig.http.get("/v1/sessions/own")
+        end.set()
+        assert meanwhile.status_code == 404
+        assert deleted.result().json()["deleted"]
+        assert rig.http.get("/v1/sessions/own").status_code == 404 and rig.pages() == 0
 
 
 @pytest.mark.parametrize("deed", ["rewind", "save"])
