@@ -63,8 +63,8 @@ class Sessions:
         """Whether the server saves sessions by itself, each under its id."""
         self.by_id: dict[str, ServedSession] = {}
         self._deleted: dict[str, None] = {}  # the oldest first
-        self._named: dict[str, asyncio.Task[ServedSession]] = {}
-        """Those that are being opened because somebody named them."""
+        self._named: dict[str, tuple[ServedModel | None, asyncio.Task[ServedSession]]] = {}
+        """Those that are being opened because somebody named them, and for which model."""
         self._tasks: set[asyncio.Task[Any]] = set()
         """Whatever is opened, or closed because nobody waits for it any more."""
         self._written: Counter[str] = Counter()
@@ -103,13 +103,7 @@ class Sessions:
         checked_name(id)
         if id in self.by_id and self.by_id[id].expired:  # nobody has tidied up yet
             await self.close(self.by_id[id])
-        if id not in self.by_id:
-            if id in self._deleted or not self.path(id).is_file():
-                raise not_found("session", id, code="session_not_found")
-            if id not in self._named:
-                self._named[id] = task = self._task(self._open(id, id, model))
-                task.add_done_callback(lambda _: self._named.pop(id))
-            await asyncio.shield(self._named[id])
+        await self._open_named(id, model)
         found = self.by_id.get(id)
         if found is None:  # somebody else was quick to close it
             raise not_found("session", id, code="session_not_found")
@@ -119,6 +113,25 @@ class Sessions:
                 code="session_model",
             )  # fmt: skip
         return found
+
+    async def _open_named(self, id: str, model: ServedModel | None) -> None:
+        """Opens one that is not here, or waits for whoever does so already."""
+        while id not in self.by_id:
+            if id in self._deleted or not self.path(id).is_file():
+                raise not_found("session", id, code="session_not_found")
+            if id not in self._named:
+                task = self._task(self._open(id, id, model))
+                self._named[id] = model, task
+                task.add_done_callback(lambda _: self._named.pop(id))
+            meant, opening = self._named[id]
+            try:
+                await asyncio.shield(opening)
+                return
+            except (ApiError, SessionFileError) as error:
+                if id in self.by_id:
+                    return  # somebody opened it by its file's name meanwhile
+                if meant in (None, model) or isinstance(error, ApiError):
+                    raise  # else it may be of this model, and not of the one that another named
 
     def path(self, name: str) -> Path:
         """Where a session of this name is saved; never through a link."""

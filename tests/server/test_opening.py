@@ -176,3 +176,48 @@ def test_several_models(folder: Path, gate: Gate, aside: ThreadPoolExecutor) -> 
         assert wrong["code"] == "session_model"
         for session in rig.state.sessions.by_id.values():
             session.kept = True
+
+
+def test_whoever_names_another_model_keeps_nobody_from_a_session(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, aside: ThreadPoolExecutor
+) -> None:
+    tried, end, real = threading.Event(), threading.Event(), LLM.open
+
+    def open_one(*given: Any) -> Any:
+        tried.set()
+        assert end.wait(20)
+        return real(*given)
+
+    monkeypatch.setattr(LLM, "open", open_one)
+    with serving(folder, DENSE, HYBRID) as rig:
+        body = {"prompt": "a", "max_tokens": 2, "session_id": "hybrid"}
+        wrong = aside.submit(rig.refused, 409, "/v1/completions", model="tiny-dense", **body)
+        assert tried.wait(20)
+        right = aside.submit(rig.post, "/v1/completions", model="tiny-hybrid", **body)
+        until(lambda: rig.state.models.by_name["tiny-hybrid"].users)
+        time.sleep(0.1)
+        end.set()
+        assert right.result(20)["model"] == "tiny-hybrid"
+        assert "another model" in wrong.result(20)["message"]
+        rig.state.sessions.by_id["hybrid"].kept = True
+
+
+def test_whoever_opens_a_file_keeps_nobody_from_its_session(
+    opener: Rig, monkeypatch: pytest.MonkeyPatch, aside: ThreadPoolExecutor
+) -> None:
+    """Who only names it meanwhile reads the file too, and is told of the one that is there."""
+    tried, end, real = threading.Event(), threading.Event(), LLM.open
+
+    def open_one(*given: Any) -> Any:
+        if not tried.is_set():
+            tried.set()
+            assert end.wait(20)
+        return real(*given)
+
+    monkeypatch.setattr(LLM, "open", open_one)
+    shown = aside.submit(opener.http.get, "/v1/sessions/dense")
+    assert tried.wait(20)
+    opener.post("/v1/sessions", open="dense", id="dense")
+    end.set()
+    assert shown.result(20).json()["id"] == "dense" and ids(opener) == ["dense"]
+    opener.state.sessions.by_id["dense"].kept = True
