@@ -47,8 +47,11 @@ class Blocks:
         """Ends the block that is open."""
         if not self._kind:
             return []
+        # Anthropic signs thoughts at their end, and clients wait for it; here it says nothing.
+        signed = _SIGNED.get(self._kind)
+        made = [self._delta({"type": "signature_delta", **signed})] if signed else []
         self._kind = ""
-        return [event_of("content_block_stop", index=self._number)]
+        return [*made, event_of("content_block_stop", index=self._number)]
 
     def _open(self, kind: str, block: dict[str, Any]) -> list[bytes]:
         if kind == self._kind:

@@ -74,6 +74,10 @@ def test_blocks_of_anthropic_are_in_the_order_in_which_they_came() -> None:
     lines = [line[6:] for line in events.decode().splitlines() if line.startswith("data: ")]
     begun = [e["content_block"] for e in map(json.loads, lines) if "content_block" in e]
     assert [one["type"] for one in begun] == [one["type"] for one in content]
+    deltas = [e["delta"] for e in map(json.loads, lines) if e["type"] == "content_block_delta"]
+    signed = [one for one in deltas if one["type"] == "signature_delta"]
+    assert signed == [{"type": "signature_delta", "signature": ""}]  # of the thoughts, at their end
+    assert deltas[2] == signed[0] and deltas[1]["type"] == "thinking_delta"
 
 
 def test_anthropic_calls_nothing_without_tools(caller: Rig) -> None:
