@@ -107,12 +107,13 @@ class Texts:
     def chat_prompt(
         self, messages: Messages, tools: Seq[Mapping[str, Any]] | None = None,
         tool_choice: ToolChoice = "auto", template_options: Mapping[str, Any] | None = None,
-        up_to: str | None = None, one_call: bool = False,
+        up_to: str | None = None, one_call: bool = False, most_tokens: int | None = None,
     ) -> ChatPrompt:  # fmt: skip
         """A conversation as the model's own template writes it, and how to read the answer.
 
         Where the last message is to be gone on with, `up_to` is a mark at its end. With `one_call`
-        an answer that has to call a tool ends behind its first call.
+        an answer that has to call a tool ends behind its first call. More than `most_tokens` are
+        refused: unless told, more than fit the context.
         """
         mode, name = chosen_tool(tool_choice)
         style, known, listed = self.style, None, None
@@ -133,7 +134,8 @@ class Texts:
                 f"tool_choice is {name or mode!r:.80}, but there are no tools", "tool_choice"
             )
         before = before_answer(style, text, self._control_token)
-        return ChatPrompt(text, self.text_tokens(text), style, known, constraint, before)
+        tokens = self.text_tokens(text, most_tokens)
+        return ChatPrompt(text, tokens, style, known, constraint, before)
 
     def _shown(self, tools: object) -> tuple[list[dict[str, Any]] | None, Tools | None]:
         """Tools for the template, and by name; None where there are none."""
@@ -161,11 +163,12 @@ class Texts:
         ids = self.tokenizer.encode(text, add_special=False)
         return ids[0] if len(ids) == 1 and self.tokenizer.is_special(ids[0]) else None
 
-    def text_tokens(self, text: str) -> list[int]:
+    def text_tokens(self, text: str, most: int | None = None) -> list[int]:
         """Token ids of a whole text that may begin with the token all texts begin with."""
         bos = self.tokenizer.token_text(self.tokenizer.bos)
         special = not (bos and text.startswith(bos))
-        return self.tokenizer.encode(text, special, max_tokens=self.n_ctx)
+        most = self.n_ctx if most is None else most
+        return self.tokenizer.encode(text, special, max_tokens=most)
 
     @cached_property
     def template(self) -> ChatTemplate:

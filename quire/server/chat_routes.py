@@ -14,7 +14,7 @@ from quire.api.llm import LLM
 from quire.api.texts import ChatPrompt
 from quire.server import turn as turns
 from quire.server.asking import MOST_TOPS, Common, in_thread
-from quire.server.conversation import Spoken, chat_prompt, spoken
+from quire.server.conversation import Spoken, chat_prompt, read_prompt, spoken
 from quire.server.errors import ApiError, worded
 from quire.server.logprobs import chat_form
 from quire.server.progress import Watched
@@ -132,7 +132,7 @@ async def counted(request: Request, body: ChatBody) -> dict[str, int]:
     model = state.models.find(body.model, strict=request.url.path.startswith("/v1/"))
     async with state.models.using(model) as llm:
         prompt: ChatPrompt = await in_thread(
-            chat_prompt, llm, body.messages, body.tools, body.tool_choice,
+            read_prompt, llm, body.messages, body.tools, body.tool_choice,
             body.template_options, body.add_generation_prompt, body.continue_final_message,
         )  # fmt: skip
         return {"input_tokens": len(prompt.tokens)}

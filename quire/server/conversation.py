@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from quire.api.arguments import with_text
@@ -17,23 +18,30 @@ from quire.text.answers import Answer
 from quire.text.calls import ToolChoice
 from quire.types import TokenLogprob
 
+_MOST_READ = 1 << 18
+"""Tokens of a text that nobody generates from: it is held whole while it is cut up."""
 _OURS = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "documents"}
+
+
+def most_read(llm: LLM) -> int:
+    """Tokens of the longest text that is cut up or counted, and not answered."""
+    return max(llm.n_ctx, _MOST_READ)
 
 
 def chat_prompt(
     llm: LLM, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None,
     tool_choice: str | dict[str, Any] | None = None, extra: dict[str, Any] | None = None,
     add_generation_prompt: bool | None = None, continue_final: bool | None = None,
-    one_call: bool = False,
+    one_call: bool = False, answered: bool = True,
 ) -> ChatPrompt:  # fmt: skip
     """A conversation up to where the model goes on, and how to read its answer.
 
-    A last message of the assistant is gone on with, unless the client says otherwise.
+    A last message of the assistant is gone on with, unless the client says otherwise. What is not
+    to be `answered` may have more tokens than the context.
     """
-    if len(messages) > llm.n_ctx:  # each takes a token at least, and time before it is counted
-        raise ContextError(
-            f"{len(messages)} messages do not fit a context of {llm.n_ctx} tokens; send fewer"
-        )
+    most = llm.n_ctx if answered else most_read(llm)
+    if len(messages) > most:  # each takes a token at least, and time before it is counted
+        raise ContextError(f"{len(messages)} messages do not fit in {most} tokens; send fewer")
     ready = [plain_message(message, number) for number, message in enumerate(messages)]
     if not ready:
         raise ApiError(400, "messages is empty; there is nothing to answer", param="messages")
@@ -47,25 +55,29 @@ def chat_prompt(
     choice = _choice(tool_choice)
     said = ready[-1].get("content") if ready[-1].get("role") == "assistant" else None
     if said and isinstance(said, str) and continue_final is not False:
-        return _continued(llm, ready, tools or None, choice, extra, one_call)
+        return _continued(llm, ready, tools or None, choice, extra, one_call, most)
     if continue_final:  # nothing to go on with
         raise ApiError(
             400, "continue_final_message needs a last message of the assistant, with a content",
             param="continue_final_message",
         )  # fmt: skip
     extra["add_generation_prompt"] = add_generation_prompt is not False
-    return llm.chat_prompt(ready, tools or None, choice, extra, one_call=one_call)
+    return llm.chat_prompt(ready, tools or None, choice, extra, one_call=one_call, most_tokens=most)
+
+
+read_prompt = partial(chat_prompt, answered=False)
+"""A conversation that is only shown or counted."""
 
 
 def _continued(
     llm: LLM, ready: list[dict[str, Any]], tools: list[dict[str, Any]] | None, choice: ToolChoice,
-    extra: dict[str, Any], one_call: bool,
+    extra: dict[str, Any], one_call: bool, most: int,
 ) -> ChatPrompt:  # fmt: skip
     """Up to the end of the last message; a mark shows where the template puts that."""
     mark = f"\u2063{secrets.token_hex(8)}\u2063"
     last = {**ready[-1], "content": ready[-1]["content"] + mark}
     extra = {**extra, "add_generation_prompt": False}
-    return llm.chat_prompt([*ready[:-1], last], tools, choice, extra, mark, one_call)
+    return llm.chat_prompt([*ready[:-1], last], tools, choice, extra, mark, one_call, most)
 
 
 def _allowed(

@@ -11,13 +11,10 @@ from starlette.responses import Response
 
 from quire.api.texts import ChatPrompt
 from quire.server.asking import check_ids, in_thread
-from quire.server.conversation import chat_prompt
+from quire.server.conversation import most_read, read_prompt
 from quire.server.errors import ApiError
 from quire.server.state import State
 from quire.server.wire import as_json, read_as
-
-_MOST_TOKENS = 1 << 18
-"""Of a text that nobody generates from: it is held whole while it is cut up."""
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -62,7 +59,7 @@ async def tokenize(request: Request) -> Response:
         special = body.add_special if body.add_special is not None else body.add_special_tokens
         if body.messages is not None:
             prompt: ChatPrompt = await in_thread(
-                chat_prompt, llm, body.messages, body.tools, None, body.chat_template_kwargs,
+                read_prompt, llm, body.messages, body.tools, None, body.chat_template_kwargs,
                 body.add_generation_prompt,
             )  # fmt: skip
             ids = prompt.tokens
@@ -73,8 +70,8 @@ async def tokenize(request: Request) -> Response:
             # vLLM's form adds the tokens that texts begin with, llama.cpp's does not.
             add = special if special is not None else body.content is None
             parse = body.parse_special is not False
-            most = max(llm.n_ctx, _MOST_TOKENS)
-            ids = await in_thread(partial(llm.tokenizer.encode, max_tokens=most), given, add, parse)
+            encode = partial(llm.tokenizer.encode, max_tokens=most_read(llm))
+            ids = await in_thread(encode, given, add, parse)
         told: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": llm.n_ctx}
         if body.with_pieces:
             told["tokens"] = [{"id": i, "piece": _piece(llm.tokenizer.token_bytes(i))} for i in ids]
@@ -94,7 +91,7 @@ async def detokenize(request: Request) -> Response:
     state: State = request.app.state.quire
     body = await read_as(request, DetokenizeBody)
     async with state.models.using(state.models.find(body.model, strict=False)) as llm:
-        if len(body.tokens) > (most := max(llm.n_ctx, _MOST_TOKENS)):
+        if len(body.tokens) > (most := most_read(llm)):
             raise ApiError(400, f"at most {most:,} tokens at a time", param="tokens")
         text = await in_thread(llm.decode, check_ids(llm, body.tokens, "tokens"))
         return as_json({"content": text, "prompt": text})
@@ -106,7 +103,7 @@ async def apply_template(request: Request) -> Response:
     body = await read_as(request, TemplateBody)
     async with state.models.using(state.models.find(body.model, strict=False)) as llm:
         prompt: ChatPrompt = await in_thread(
-            chat_prompt, llm, body.messages, body.tools, None, body.chat_template_kwargs,
+            read_prompt, llm, body.messages, body.tools, None, body.chat_template_kwargs,
             body.add_generation_prompt, body.continue_final_message,
         )  # fmt: skip
         return as_json({"prompt": prompt.text})

@@ -396,6 +396,22 @@ def test_a_text_to_cut_up_is_held_in_memory_and_so_bounded(rig: Rig) -> None:
     assert rig.refused(400, "/detokenize", tokens=[5] * (1 << 19))["param"] == "tokens"
 
 
+@pytest.mark.parametrize("said", [(), ("and then",)])
+def test_what_is_longer_than_the_context_can_be_counted(rig: Rig, said: tuple[str, ...]) -> None:
+    """That is how clients learn what to leave out."""
+    longer = turns("word " * (rig.llm.n_ctx + 1), *said)
+    read = rig.post("/tokenize", messages=longer)["count"]
+    assert read > rig.llm.n_ctx
+    for path in ("/v1/chat/completions/input_tokens", "/v1/messages/count_tokens"):
+        assert rig.post(path, messages=longer)["input_tokens"] == read
+    assert rig.post("/v1/responses/input_tokens", input=longer)["input_tokens"] == read
+    assert longer[0]["content"] in rig.post("/apply-template", messages=longer)["prompt"]
+    assert rig.refused(400, CHAT, messages=longer)["code"] == "context_length_exceeded"
+    longer[0]["content"] = "word " * (1 << 18)
+    error = rig.refused(400, "/apply-template", messages=longer)
+    assert error["code"] == "context_length_exceeded"
+
+
 def test_failures_inside_are_not_told(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object, **more: object) -> None:
         raise ValueError("/secret/path of somebody")
