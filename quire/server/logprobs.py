@@ -91,6 +91,7 @@ class Legacy:
             for token, value in one.top:  # the likelier of two with the same text comes first
                 text = _text_or_bytes(self._tokenizer.token_bytes(token))
                 top.setdefault(text, _finite(value))
+            top.setdefault(tokens[-1], _finite(one.logprob))  # OpenAI tells of the chosen one too
             tops.append(None if math.isnan(one.logprob) else top)
         return {
             "tokens": tokens, "token_logprobs": [_finite(one.logprob) for one in logprobs],

@@ -157,6 +157,14 @@ def test_logprobs_in_both_forms(rig: Rig) -> None:
         assert one["logprob"] <= 0
 
 
+@pytest.mark.parametrize("most", [0, 1])
+def test_the_chosen_token_is_among_the_likeliest_in_the_older_form(rig: Rig, most: int) -> None:
+    told = rig.complete(STORY, 20, temperature=2, seed=1, logprobs=most)["choices"][0]["logprobs"]
+    rows = list(zip(told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True))
+    assert all(top[token] >= logprob for token, logprob, top in rows)
+    assert max(len(top) for _, _, top in rows) == most + 1
+
+
 def test_chat_follows_the_template(rig: Rig) -> None:
     wanted = rig.llm.chat(turns("Hello there"), max_tokens=12, temperature=0)
     answer = rig.chat("Hello there")
