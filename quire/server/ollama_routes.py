@@ -168,7 +168,8 @@ def _message(message: dict[str, Any], number: int) -> dict[str, Any]:
     """A message in OpenAI's words: arguments of calls are text there."""
     if message.get("images"):
         raise ApiError(400, f"messages[{number}] has images; this model reads text only")
-    made = {name: value for name, value in message.items() if value is not None}
+    said = {name: value for name, value in message.items() if value is not None}
+    made = {"content": "", **said}  # Ollama's own client leaves out what is empty
     if thought := made.pop("thinking", None):
         made["reasoning_content"] = thought
     calls = []

@@ -69,6 +69,14 @@ def test_formats_are_kept_to(client: Any) -> None:
     assert json.loads(made.message.content)["n"] in (1, 2)
 
 
+def test_a_message_may_be_empty(rig: Rig, client: Any) -> None:
+    """The client leaves out a content that is empty."""
+    options = {"temperature": 0, "num_predict": 4}
+    made = client.chat(model="tiny-dense", messages=turns(""), options=options)
+    assert made.message.content == rig.llm.chat(turns(""), max_tokens=4, temperature=0).text
+    assert rig.post("/api/chat", model="tiny-dense", messages=turns(""), stream=False)["done"]
+
+
 @pytest.mark.parametrize("raw", [True, False])
 def test_logprobs_are_those_of_openais_form(rig: Rig, client: Any, raw: bool) -> None:
     body: dict[str, Any] = {
