@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.engine.schema import closed
 from quire.errors import RequestError
+from quire.schema import closed
 from quire.types import Behind, Constraint, Grammar, Json, Regex
 
 # One space after colons and commas. With free white space small models write nothing else; a

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from quire.errors import RequestError
+from quire.schema import plain
 from quire.text.calls import Tools
 from quire.text.styles import Style
 from quire.types import Grammar
@@ -240,7 +241,7 @@ def _quoted(text: str) -> str:
 
 
 def _json_rule(schema: Mapping[str, Any]) -> str:
-    return f"%json {json.dumps({**schema, 'x-guidance': _COMPACT})}"
+    return f"%json {json.dumps(plain({**schema, 'x-guidance': _COMPACT}))}"
 
 
 def _choices(schema: Mapping[str, Any]) -> str | None:

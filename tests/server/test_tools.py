@@ -81,6 +81,15 @@ def test_named_call_is_made(rig: Rig) -> None:
     assert events[-2]["choices"][0]["finish_reason"] == "tool_calls"
 
 
+def test_arguments_may_have_a_format_that_nobody_knows(rig: Rig) -> None:
+    place = {"type": "string", "format": "path", "maxLength": 3}
+    schema = {"type": "object", "properties": {"place": place}, "required": ["place"]}
+    tool = {"type": "function", "function": {"name": "go", "parameters": schema}}
+    answer = rig.chat("hi", model="caller", tools=[tool], tool_choice="required", max_tokens=200)
+    (call, *_) = answer["choices"][0]["message"]["tool_calls"]
+    assert len(json.loads(call["function"]["arguments"])["place"]) <= 3
+
+
 def test_required_call_is_one_of_them(rig: Rig) -> None:
     body = {"tools": [GREET, PART], "tool_choice": "required", "max_tokens": 300}
     more = {"ignore_eos": True, "logit_bias": {"10": 100}}  # what comes between two calls

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
+import json
 from typing import Any
 
 _SCHEMAS = frozenset((
@@ -16,6 +16,10 @@ _BY_NAME = frozenset(
 """Words behind which are schemas by name."""
 _SHAPES = ("properties", "$ref", "allOf", "anyOf", "oneOf", "if", "not", "dependentSchemas")
 """Words that say what an object has."""
+_FORMATS = frozenset((
+    "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid",
+))  # fmt: skip
+"""Formats that texts can be held to."""
 
 
 def closed(schema: Any) -> Any:
@@ -25,12 +29,21 @@ def closed(schema: Any) -> Any:
     closed schema fits the open one. One that says in two places what an object has stays as it is:
     what one of them names is unknown to the other.
     """
-    schema = deepcopy(schema)
+    schema = plain(schema)
     found = _all(schema)
     if not any(map(_combines, found)):
         for one in found:
             if _names_all(one):
                 one.setdefault("additionalProperties", False)
+    return schema
+
+
+def plain(schema: Any) -> Any:
+    """A copy without formats that nobody here knows: such ones are notes, as pydantic's `path`."""
+    schema = json.loads(json.dumps(schema))
+    for one in _all(schema):
+        if isinstance(one.get("format"), str) and one["format"] not in _FORMATS:
+            del one["format"]
     return schema
 
 
