@@ -11,10 +11,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import quire
+from quire.api.llm import LLM
 from quire.server.models import ServedModel
 from quire.server.ollama_routes import KINDS, served
 from quire.server.state import State
 from quire.server.wire import as_json, read_as
+from quire.text.styles import style_of
 
 _NEVER = datetime(2300, 1, 1, tzinfo=UTC).timestamp()
 
@@ -60,10 +62,9 @@ async def show(request: Request) -> Response:
     async with state.models.using(model) as llm:
         template = llm.tokenizer.chat_template or ""
         arch = llm.architecture
-        tools = ["tools"] if "tools" in template else []
         return as_json({
             "modelfile": "", "parameters": "", "template": template, "details": _details(model),
-            "capabilities": ["completion", "embedding", *tools],
+            "capabilities": _capabilities(llm, template),
             "model_info": {
                 "general.architecture": arch, f"{arch}.context_length": llm.model.n_ctx_train,
                 f"{arch}.block_count": llm.model.n_layers,
@@ -71,6 +72,16 @@ async def show(request: Request) -> Response:
             },
             "modified_at": _modified(model),
         })  # fmt: skip
+
+
+def _capabilities(llm: LLM, template: str) -> list[str]:
+    """What it can be asked for: some clients ask for nothing else."""
+    style, marks = style_of(template), ("fim_pre", "fim_suf", "fim_mid")
+    some = {
+        "tools": style.takes_tools, "thinking": style.reasoning or style.name == "gpt-oss",
+        "insert": all(mark in llm.tokenizer.fill for mark in marks),
+    }  # fmt: skip
+    return ["completion", "embedding", *(name for name, can in some.items() if can)]
 
 
 def _told(model: ServedModel) -> dict[str, Any]:

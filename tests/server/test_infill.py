@@ -54,6 +54,7 @@ def test_a_gap_is_between_what_is_before_and_behind(filler: Rig) -> None:
 
 
 def test_all_dialects_fill_the_same_gap(filler: Rig) -> None:
+    assert "insert" in filler.post("/api/show", model="coder")["capabilities"]
     ids = infill_tokens(filler.llm.tokenizer, "def f():", "return x")
     wanted = filler.complete(ids, 8)["choices"][0]["text"]
     filled = filler.post("/v1/completions", prompt="def f():", suffix="return x", max_tokens=8,

@@ -174,6 +174,14 @@ def test_a_call_that_must_be_made_has_no_other_form(
     assert error["param"] == field and f"leave {field} out" in error["message"]
 
 
+def test_ollamas_clients_are_told_what_a_model_can_do(rig: Rig) -> None:
+    """Some ask a model for nothing else."""
+    plain = ["completion", "embedding"]
+    wanted = {"caller": [*plain, "tools"], "thinker": [*plain, "tools", "thinking"]}
+    for model, can in wanted.items():
+        assert rig.post("/api/show", model=model)["capabilities"] == can
+
+
 def test_reasoning_comes_apart(rig: Rig) -> None:
     """What a model says before its reasoning ends is reasoning."""
     body = {
