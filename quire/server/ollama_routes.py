@@ -105,8 +105,8 @@ ERROR = {
 """The form of its errors."""
 
 
-KINDS = (JSON, "", "application/x-www-form-urlencoded")
-"""Ollama takes JSON whatever it is called: some clients do not say, and curl says it is a form.
+KINDS = (JSON, "", "application/x-www-form-urlencoded", "application/octet-stream")
+"""Ollama takes JSON whatever it is called: to curl it is a form, to aiohttp bytes, to some nothing.
 
 Pages of other servers cannot make use of that: where a request comes from is checked before.
 """

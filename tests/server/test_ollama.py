@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from datetime import datetime
@@ -184,7 +185,8 @@ def test_vectors_have_length_one(rig: Rig, client: Any) -> None:
 def test_json_is_taken_whatever_it_is_called_but_from_no_other_page(rig: Rig) -> None:
     body = json.dumps({"model": "tiny-dense", "prompt": "Once", "stream": False, "options": GREEDY})
     form = {"content-type": "application/x-www-form-urlencoded"}  # as curl -d sends it
-    for headers in ({}, form):
+    some = {"content-type": "application/octet-stream"}  # as litellm does where it streams
+    for headers in ({}, form, some):
         answer = rig.http.post("/api/generate", content=body, headers=headers)
         assert answer.status_code == 200 and answer.json()["done"]
     elsewhere = {**form, "origin": "http://elsewhere.example"}
@@ -202,3 +204,9 @@ def test_litellm(rig: Rig) -> None:
         assert made.choices[0].message.content == wanted
         parts = litellm.completion(model=model, api_key="none", stream=True, **asked)
         assert "".join(part.choices[0].delta.content or "" for part in parts) == wanted
+
+    async def streamed(model: str) -> str:
+        parts = await litellm.acompletion(model=model, api_key="none", stream=True, **asked)
+        return "".join([part.choices[0].delta.content or "" async for part in parts])
+
+    assert asyncio.run(streamed("ollama_chat/tiny-dense")) == wanted
