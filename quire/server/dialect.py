@@ -20,10 +20,13 @@ Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 class LineStream(EventStream):
-    """The same for streams of one JSON object in each line; an empty line keeps them alive."""
+    """The same for streams of one JSON object in each line; blanks before one keep them alive.
+
+    An empty line would do, but Ollama's own client takes every line for an object.
+    """
 
     media_type = "application/x-ndjson"
-    ping = b"\n"
+    ping = b" "
 
 
 def line(value: Any) -> bytes:

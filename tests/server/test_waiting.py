@@ -71,7 +71,7 @@ def test_whoever_waits_hears_of_it(full: Rig, path: str) -> None:
     got = receive(connection, b"\r\n\r\n")
     assert got.startswith(b"HTTP/1.1 200") and time.monotonic() - began < 3
     until(lambda: len(full.state.admission.waiting) == 1)
-    ping = b"\n" if path.startswith("/api") else b": ping\n\n"
+    ping = b"\r\n \r\n" if path.startswith("/api") else b": ping\n\n"
     for _ in range(2):
         receive(connection, ping)
     leave(full)
@@ -80,6 +80,15 @@ def test_whoever_waits_hears_of_it(full: Rig, path: str) -> None:
     assert ends in rest and b'"message":' not in rest.replace(b'"message":{', b"")
     connection.close()
     assert full.pages() == 0
+
+
+def test_ollamas_client_waits(full: Rig) -> None:
+    ollama = pytest.importorskip("ollama")
+    leaving = threading.Timer(1.5, leave, [full])
+    leaving.start()
+    asked = {**BODIES["/api/chat"], "options": {"num_predict": 4}, "stream": True}
+    parts = list(ollama.Client(host=full.url).chat(**asked))
+    assert parts[-1].done and not leaving.is_alive()
 
 
 @pytest.mark.parametrize("path", BODIES)
