@@ -16,18 +16,16 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from importlib.util import find_spec
 from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from _machine import Quiet
 from _serving import beside_a_peer, drained, full, leaving, prompt, streams16
 
-T = TypeVar("T")
 _BATCH = """
 import json, sys, time
 import quire
@@ -38,13 +36,6 @@ start = time.perf_counter()
 done = llm.generate(prompts, max_tokens=tokens, temperature=0, ignore_eos=True)
 print(sum(len(d.token_ids) for d in done) / (time.perf_counter() - start))
 """
-
-
-def ran(client: Coroutine[Any, Any, T]) -> T:
-    """What comes of what clients do: they share the processor with the server, and do little."""
-    factory = import_module("uvloop").new_event_loop if find_spec("uvloop") else None
-    with asyncio.Runner(loop_factory=factory) as runner:
-        return runner.run(client)
 
 
 class Server(NamedTuple):
@@ -88,15 +79,15 @@ def quire_alone(model: str, threads: int, serve: list[str]) -> dict[str, Any]:
     """What only Quire is asked: leaving, refusals, its own overhead, an orderly end."""
     found: dict[str, Any] = {}
     with running(serve) as server:
-        found["16 streams"] = ran(streams16(server.url, server.process.pid))
-        found["left"] = ran(leaving(server.url))
+        found["16 streams"] = asyncio.run(streams16(server.url, server.process.pid))
+        found["left"] = asyncio.run(leaving(server.url))
     asked = json.dumps([model, threads, 96, *(prompt(20, 16000 + i) for i in range(16))])
     command = [sys.executable, "-c", _BATCH]
     batch = subprocess.run(command, input=asked, capture_output=True, text=True, check=True)
     found["16 streams"]["in_process_per_s"] = float(batch.stdout)
     with running([*serve, "--max-running", "1", "--max-queue", "1"]) as server:
-        found["full"] = ran(full(server.url))
-        done = ran(drained(server.url, server.process.terminate))
+        found["full"] = asyncio.run(full(server.url))
+        done = asyncio.run(drained(server.url, server.process.terminate))
         found["drained"] = {"complete": done, "exit": server.process.wait(60)}
     return found
 
@@ -197,7 +188,7 @@ def beside(command: list[str], tokens: int) -> dict[str, Any]:
     print(Path(command[0]).name, *command[-4:], file=sys.stderr)
     with running(command) as server:
         asked = beside_a_peer(server.url, tokens, server.process.pid)
-        return {"ready_s": server.ready_s, **ran(asked)}
+        return {"ready_s": server.ready_s, **asyncio.run(asked)}
 
 
 def _default_model() -> Path:
