@@ -321,6 +321,7 @@ class KindMachine(RuleBasedStateMachine):
         if dst == N_SEQS:
             dst = (src + 1) % N_SEQS
             self.remove(dst, -1, -1)
+            self.frozen_slots_never_change()  # whoever has its name from now on holds other slots
         self.memory.seq_cp(src, dst)
         self.seqs[dst] = self.seqs[src].copy()
         growing = {s: c for s, c in zip([dst, src], counts, strict=False) if c[0]}
