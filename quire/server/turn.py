@@ -174,7 +174,7 @@ def _check_lengths(ask: Ask) -> None:
     """Refuses what cannot fit before it waits for its turn."""
     engine = ask.model.llm.engine
     for prompt in ask.prompts if ask.session is None else ():
-        if len(prompt) + ask.answers > engine.n_ctx:
+        if len(prompt) + int(ask.answers) > engine.n_ctx:  # an answer has a token at least
             raise engine.too_long(len(prompt))
 
 
