@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice, pairwise
+from itertools import pairwise
 
 from quire.text.length import Fewest
 from quire.text.merge import merge, merge_few
+from quire.text.parts import Parts
 from quire.text.pretokenize import PreTokenizer, WordSplitter
 from quire.text.vocab import Vocab
 
@@ -14,8 +15,6 @@ SPACE_MARK = "\u2581"
 
 _CACHED_WORDS = 1 << 16
 _CACHED_LENGTH = 64
-_WORDS = 256
-"""Words that become ids at a time."""
 _FEW = 32
 """Characters of a word whose pairs are few."""
 
@@ -44,7 +43,7 @@ class BytePairs:
     def __init__(self, vocab: Vocab, merges: Sequence[str], variant: PreTokenizer) -> None:
         self._ids = vocab.ids
         self._variant = variant
-        self._splitter = WordSplitter(variant)
+        self._parts = Parts(WordSplitter(variant))
         # A merge is written "left right". Of two equal ones the first counts.
         self._ranks = dict(zip(reversed(merges), range(len(merges) - 1, -1, -1), strict=True))
         self._cache: dict[str, list[int]] = {}
@@ -55,9 +54,9 @@ class BytePairs:
         if not self._variant.byte_level:
             text = text.replace(" ", SPACE_MARK)
         cached, encoded = self._cache.get, self._encode_word
-        words = self._splitter.words(text)
-        while some := list(islice(words, _WORDS)):
-            yield [id for word in some for id in cached(word) or encoded(word, most)]
+        return self._parts.encode(
+            text, lambda words: [id for word in words for id in cached(word) or encoded(word, most)]
+        )
 
     def _encode_word(self, word: str, most: int | None) -> list[int]:
         symbols = word

@@ -13,6 +13,7 @@ from quire.text.bpe import SPACE_MARK, bytes_of_characters
 from quire.text.cuts import BEFORE_MARKS, harmless_cuts, pieces
 from quire.text.hf_decoder import Metaspace
 from quire.text.hf_file import TokenizerFile, read_tokenizer
+from quire.text.parts import Parts
 from quire.text.pretokenize import WordSplitter
 from quire.text.vocab import END_TEXTS, FILL_ROLES, byte_of
 from quire.weights.folder import read_beside
@@ -34,12 +35,12 @@ class HFEncoder:
         # A token that is looked for in normalized text is written as it is there.
         self._written = self._texts | {token.id: text for text, token in normal}
         words = file.words
-        self._splitter = None if words is None or isinstance(words, Metaspace) else (
-            WordSplitter(words))  # fmt: skip
+        self._parts = None if words is None or isinstance(words, Metaspace) else (
+            Parts(WordSplitter(words)))  # fmt: skip
         settings = _read(folder / "tokenizer_config.json")
         self.n_vocab = _n_vocab(folder, max(self._texts) + 1)
         self._cuts = BEFORE_MARKS
-        if self._splitter is None and not (isinstance(words, Metaspace) and words.split):
+        if self._parts is None and not (isinstance(words, Metaspace) and words.split):
             self._cuts = harmless_cuts(file.pairs.ids)
         most = max([*file.pairs.ids.values(), *file.before, *file.behind])
         if most >= self.n_vocab:
@@ -99,10 +100,10 @@ class HFEncoder:
     def _encode(self, text: str, first: bool, most: int | None) -> Iterator[list[int]]:
         """The ids of a piece of normalized text without added tokens, word by word."""
         pairs, words = self.file.pairs, self.file.words
-        if self._splitter is not None:
+        if self._parts is not None:
             if self.file.prefix_space and not text.startswith(" "):
                 text = " " + text
-            return pairs.encode_bytes(self._splitter.words(text), most)
+            return self._parts.encode(text, lambda words: pairs.encode_bytes(words, most))
         if isinstance(words, Metaspace):
             text = text.replace(" ", SPACE_MARK)
             wanted = words.scheme == "always" or (words.scheme == "first" and first)

@@ -42,19 +42,19 @@ class Pairs:
         self._cache: dict[str, list[int]] = {}
         self._fewest = Fewest(ids, ids.__contains__)
 
-    def encode_bytes(self, words: Iterable[str], most: int | None = None) -> Iterator[list[int]]:
-        """The ids of words whose every byte is written as a character, word by word."""
-        cached = self._cache.get
-        for word in words:
-            yield cached(word) or self._encode(
-                word, word.encode().decode("latin-1").translate(BYTE_CHARACTERS), most
-            )
+    def encode_bytes(self, words: Iterable[str], most: int | None = None) -> list[int]:
+        """The ids of words whose every byte is written as a character."""
+        cached, encoded = self._cache.get, self._encode_bytes
+        return [id for word in words for id in cached(word) or encoded(word, most)]
 
     def encode(self, words: Iterable[str], most: int | None = None) -> Iterator[list[int]]:
         """The ids of words, word by word, if there may be so many."""
         cached = self._cache.get
         for word in words:
             yield cached(word) or self._encode(word, word, most)
+
+    def _encode_bytes(self, word: str, most: int | None) -> list[int]:
+        return self._encode(word, word.encode().decode("latin-1").translate(BYTE_CHARACTERS), most)
 
     def _encode(self, word: str, characters: str, most: int | None) -> list[int]:
         self._fewest.check(characters, most)

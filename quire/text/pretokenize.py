@@ -15,7 +15,7 @@ all letters have their case, and real white space is looked at as it is.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -44,7 +44,6 @@ _CASED_CLASSES = _CLASSES | {
     "Lo": STAND_INS["L"] + STAND_INS["H"],
 }
 
-_WINDOW = 1 << 16
 _UNSURE = 6
 """So many words before an end may be others if the text goes on, besides white space and digits."""
 
@@ -103,27 +102,12 @@ class WordSplitter:
         self._cased = variant.cased
         self._wide_spaces = re.compile(f"[{WIDE_SPACES}]")
 
-    def words(self, text: str, window: int = _WINDOW) -> Iterator[str]:
-        """The words of `text`, in order; together they are the text.
-
-        They are found in a part of the text at a time, so that whoever has enough can stop.
-        """
-        at, size = 0, window
-        while at < len(text):
-            found = self.split(text[at : at + size])
-            if at + size >= len(text):
-                yield from found
-                return
-            sure = len(found)
-            while sure and (found[sure - 1].isspace() or found[sure - 1].isnumeric()):
-                sure -= 1
-            sure -= _UNSURE
-            if sure <= 0:
-                size *= 2
-                continue
-            yield from found[:sure]
-            at += sum(map(len, found[:sure]))
-            size = window
+    def sure(self, text: str) -> list[str]:
+        """The first words of a text that stand however it goes on; maybe none."""
+        words = self.split(text)
+        while words and (words[-1].isspace() or words[-1].isnumeric()):
+            words.pop()
+        return words[:-_UNSURE]
 
     def split(self, text: str) -> list[str]:
         """All words at once."""

@@ -8,7 +8,7 @@ import time
 import tracemalloc
 import unicodedata
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from quire.text import characters
 from quire.text.bpe import BYTE_CHARACTERS, BytePairs
 from quire.text.hf_patterns import LAST_SPACES, PARTIAL, TOTAL
 from quire.text.merge import merge, merge_few, merge_ids
+from quire.text.parts import Parts
 from quire.text.pretokenize import PreTokenizer, WordSplitter
 from quire.text.sentencepiece import SentencePieces
 from quire.text.special import SpecialToken, SpecialTokens
@@ -253,14 +254,20 @@ class TestSplitting:
 
     @pytest.mark.parametrize("kind", _KINDS)
     def test_a_part_at_a_time_gives_the_same_words(self, kind: str) -> None:
+        """Texts that begin alike have known parts."""
         splitter = WordSplitter(_KINDS[kind])
+        parts = [Parts(splitter, length) for length in range(41)]
         units = st.sampled_from([*_UNITS, "x", ">", "IMGIMGABZ", "\u0661", "123", "Hello", "  "])
         runs = st.tuples(units, st.integers(1, 30)).map(lambda run: run[0] * run[1])
+
+        def lengths(words: list[str]) -> list[int]:
+            return [len(word) for word in words]
 
         @given(st.lists(runs | units, max_size=20).map("".join), st.integers(1, 40))
         @settings(max_examples=60, deadline=None)
         def check(text: str, window: int) -> None:
-            assert list(splitter.words(text, window)) == splitter.split(text)
+            found = chain.from_iterable(parts[window].encode(text, lengths))
+            assert list(found) == lengths(splitter.split(text))
 
         check()
 
