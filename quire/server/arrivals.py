@@ -15,7 +15,9 @@ from time import perf_counter
 MOMENT_S = 0.03
 """Seconds that anybody waits for others, at most."""
 PAUSE_S = 0.003
-"""Seconds without another after which the last of several is taken to have come."""
+"""Seconds without another after which the last of several is taken to have come, at most."""
+GAPS = 3
+"""Of the usual length between two of them, which are such a pause too."""
 TURNS = 8
 """Of the event loop, in which it reads what clients have sent already."""
 
@@ -24,8 +26,8 @@ class Arrivals:
     """Who is about to begin; only for the event loop's own thread."""
 
     def __init__(self) -> None:
-        self._came = 0
-        self._last = 0.0  # when the last one came
+        self._came = 0  # since nobody was about to begin
+        self._first = self._last = 0.0  # when the first of them came, and the last
         self._coming = 0
         self._gathering: asyncio.Future[None] | None = None
         self._all_here = asyncio.Event()
@@ -33,8 +35,10 @@ class Arrivals:
     @contextmanager
     def coming(self) -> Iterator[None]:
         """While what a client sent becomes tokens."""
-        self._came += 1
         self._last = perf_counter()
+        if not self._coming and self._gathering is None:
+            self._first, self._came = self._last, 0
+        self._came += 1
         self._coming += 1
         self._all_here.clear()
         try:
@@ -64,7 +68,11 @@ class Arrivals:
                 await asyncio.sleep(0)
             if came != self._came:
                 alone = False
-            elif alone or (left := self._last + PAUSE_S - perf_counter()) <= 0:
+            elif alone or (left := self._last + self._pause() - perf_counter()) <= 0:
                 return
             else:
                 await asyncio.sleep(left)
+
+    def _pause(self) -> float:
+        gap = (self._last - self._first) / max(self._came - 1, 1)
+        return min(GAPS * gap, PAUSE_S)

@@ -42,15 +42,27 @@ def test_who_is_about_to_be_read_is_waited_for() -> None:
 
 def test_those_who_come_together_begin_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrivals, "MOMENT_S", 5.0)
-    monkeypatch.setattr(arrivals, "PAUSE_S", 0.1)
+    monkeypatch.setattr(arrivals, "PAUSE_S", 0.2)
 
     async def many() -> list[str]:
         gate, told = Arrivals(), []
-        times = [(0, 0.04), (0.01, 0.01), (0.02, 0.03), (0.055, 0.01)]  # one in the pause
+        # One in the pause, which is three times as long as they are apart.
+        times = [(0, 0.04), (0.04, 0.04), (0.08, 0.04), (0.16, 0.01)]
         await asyncio.gather(*(arrive(gate, *both, told) for both in times))
         return told
 
     assert asyncio.run(many()) == ["here"] * 4 + ["begins"] * 4
+
+
+def test_who_come_quickly_wait_for_a_short_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrivals, "MOMENT_S", 60.0)
+    monkeypatch.setattr(arrivals, "PAUSE_S", 60.0)
+
+    async def several() -> None:
+        gate = Arrivals()
+        await asyncio.gather(*(arrive(gate, 0.001 * i, 0.005, []) for i in range(4)))
+
+    asyncio.run(asyncio.wait_for(several(), 5))
 
 
 def test_nobody_waits_for_long() -> None:
