@@ -100,9 +100,10 @@ class OllamaChatBody(OllamaBody, kw_only=True):
 
 
 ERROR = {
-    "type": "object", "required": ["error"], "properties": {"error": {"type": "string"}},
+    "type": "object", "required": ["error"],
+    "properties": {"error": {"type": ["string", "object"]}},
 }  # fmt: skip
-"""The form of its errors."""
+"""The form of its errors: a text, or OpenAI's, which is that of what keeps anybody from a route."""
 
 
 KINDS = (JSON, "", "application/x-www-form-urlencoded", "application/octet-stream")

@@ -273,6 +273,8 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 
 def test_every_route_needs_the_key(locked: Rig) -> None:
     asked = 0
+    key = {"Authorization": "Bearer first"}
+    described = locked.http.get("/openapi.json", headers=key).json()["paths"]
     for route in routes():
         if is_file(route.path):  # of the page: the same for everybody
             continue
@@ -283,6 +285,10 @@ def test_every_route_needs_the_key(locked: Rig) -> None:
                 assert answer.status_code == 401, (method, path)
                 assert answer.json()["error"]["code"] == "invalid_api_key"
                 assert path.startswith("/v1/messages") == (answer.json().get("type") == "error")
+            if (told := described.get(route.path.replace(":path}", "}"))) is not None:
+                form = told[method.lower()]["responses"]["4XX"]["content"]["application/json"]
+                error = form["schema"].get("properties", {}).get("error", {})
+                assert "object" in error.get("type", "object"), path
             asked += 1
     assert asked > 20
     assert locked.http.get("/nothing").status_code == 401
