@@ -17,7 +17,7 @@ _LEAST = 32  # tokens of a chunk, however slow: a prompt's wait is bounded
 _FIRST = 512  # tokens of a prompt that go ahead on credit
 _CROWD = 8  # prompts; while more wait, their chunks are longer
 _CREDIT_S = 2.0  # seconds that readers may be owed before those wait too
-_SHARE = 0.5  # of their own speed that readers keep beside a long prompt
+_SHARE = 0.55  # of their own speed that steps leave readers beside a long prompt
 _NEW = 0.3  # weight of the last step in what is known
 
 
