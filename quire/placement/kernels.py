@@ -27,6 +27,8 @@ class Kernels:
         """By the name of an instruction set."""
         if isa.startswith("avx512"):
             return cls(threads, exact, 16, 52, 2)
+        if isa == "avx-vnni":
+            return cls(threads, exact, 8, 52, 1)
         arm = isa in ("neon-dotprod", "i8mm")
         return cls(threads, exact, 8, 48 if arm else 44, 1)
 

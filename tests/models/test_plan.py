@@ -147,7 +147,7 @@ def test_the_command(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("header", "isas"),
-    [("dot_avx512", ["avx512-vnni"]), ("dot_int16", ["avx2", "portable"]),
+    [("dot_vnni", ["avx512-vnni", "avx-vnni"]), ("dot_int16", ["avx2", "portable"]),
      ("dot_neon", ["neon-dotprod", "i8mm"])],
 )  # fmt: skip
 def test_activations_are_counted_as_kernels_keep_them(header: str, isas: list[str]) -> None:

@@ -21,7 +21,8 @@ def _runs(isa: str) -> bool:
     return True
 
 
-ISAS = [isa for isa in ("portable", "avx2", "avx512-vnni", "neon-dotprod", "i8mm") if _runs(isa)]
+_NAMES = ("portable", "avx2", "avx-vnni", "avx512-vnni", "neon-dotprod", "i8mm")
+ISAS = [isa for isa in _NAMES if _runs(isa)]
 """The CPU's instruction sets."""
 unless_sanitized = pytest.mark.skipif(
     "libasan" in os.environ.get("LD_PRELOAD", ""), reason="a sanitizer's memory is its own"

@@ -15,7 +15,7 @@ namespace quire {
 inline const AttentionKernels& attention_kernels_of(Isa isa) {
 #if defined(QUIRE_X86)
     if (isa == Isa::avx512) return avx512::attention_kernels;
-    if (isa == Isa::avx2) return avx2::attention_kernels;
+    if (isa == Isa::avx_vnni || isa == Isa::avx2) return avx2::attention_kernels;
 #elif defined(QUIRE_ARM)
     if (isa == Isa::i8mm || isa == Isa::neon) return neon::attention_kernels;
 #endif

@@ -10,7 +10,7 @@
 
 namespace quire {
 
-enum class Isa { portable, avx2, avx512, neon, i8mm };
+enum class Isa { portable, avx2, avx_vnni, avx512, neon, i8mm };
 
 Isa best_isa();                           // the widest this machine runs
 Isa isa_from_name(const std::string& s);  // "auto" or a name; throws std::invalid_argument

@@ -4,8 +4,8 @@
 // the linker can never take another instruction set's copy.
 #include "matmul.h"
 
-#if defined(QUIRE_AVX512)
-#include "dot_avx512.h"
+#if defined(QUIRE_AVX512) || defined(QUIRE_AVX_VNNI)
+#include "dot_vnni.h"
 #elif defined(QUIRE_NEON)
 #include "dot_neon.h"
 #else

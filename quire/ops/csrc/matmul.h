@@ -61,6 +61,7 @@ struct MatmulKernels {
 
 namespace portable { extern const MatmulKernels matmul_kernels; }
 namespace avx2 { extern const MatmulKernels matmul_kernels; }
+namespace avx_vnni { extern const MatmulKernels matmul_kernels; }
 namespace avx512 { extern const MatmulKernels matmul_kernels; }
 namespace neon { extern const MatmulKernels matmul_kernels; }
 namespace i8mm { extern const MatmulKernels matmul_kernels; }

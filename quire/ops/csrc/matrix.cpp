@@ -57,6 +57,9 @@ void lay_out(const MatmulKernels& kernels, const Array& x, int64_t cols, const L
 const MatmulKernels& matmul_kernels(Isa isa) {
 #if defined(QUIRE_X86)
     if (isa == Isa::avx512) return avx512::matmul_kernels;
+#if defined(QUIRE_HAS_AVX_VNNI)
+    if (isa == Isa::avx_vnni) return avx_vnni::matmul_kernels;
+#endif
     if (isa == Isa::avx2) return avx2::matmul_kernels;
 #elif defined(QUIRE_ARM)
     if (isa == Isa::i8mm) return i8mm::matmul_kernels;

@@ -30,6 +30,9 @@ static bool runs(Isa isa) {
                __builtin_cpu_supports("avx512vnni");
     if (isa == Isa::avx2)
         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+#if defined(QUIRE_HAS_AVX_VNNI)
+    if (isa == Isa::avx_vnni) return __builtin_cpu_supports("avxvnni") && runs(Isa::avx2);
+#endif
 #elif defined(QUIRE_ARM) && defined(__linux__)
     constexpr unsigned long I8MM = 1 << 13;  // HWCAP2_I8MM, which older headers lack
     const bool dots = (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
@@ -46,8 +49,8 @@ static bool runs(Isa isa) {
 constexpr Isa ISAS[] = {Isa::i8mm, Isa::neon, Isa::portable};
 #define ISA_NAMES "portable, neon-dotprod, i8mm"
 #else
-constexpr Isa ISAS[] = {Isa::neon, Isa::avx512, Isa::avx2, Isa::portable};
-#define ISA_NAMES "portable, avx2, avx512-vnni, neon-dotprod"
+constexpr Isa ISAS[] = {Isa::neon, Isa::avx512, Isa::avx_vnni, Isa::avx2, Isa::portable};
+#define ISA_NAMES "portable, avx2, avx-vnni, avx512-vnni, neon-dotprod"
 #endif
 
 Isa best_isa() {
@@ -63,6 +66,7 @@ const char* isa_name(Isa isa) {
 #endif
         case Isa::neon: return "neon-dotprod";
         case Isa::avx512: return "avx512-vnni";
+        case Isa::avx_vnni: return "avx-vnni";
         case Isa::avx2: return "avx2";
         default: return "portable";
     }

@@ -10,7 +10,7 @@ namespace quire::QUIRE_ISA {
 
 #if defined(QUIRE_AVX512)
 
-constexpr bool LIFTS = true;  // one zero point of 128 suits this instruction set
+constexpr bool LIFTS = true;  // one zero point of 128 suits VNNI
 
 static inline vi load_plane(const uint8_t* p) { return _mm512_loadu_si512(p); }
 static inline vi bytes_of(uint8_t b) { return _mm512_set1_epi8(char(b)); }
@@ -29,7 +29,11 @@ static inline vi minus(vi a, int b) { return _mm512_sub_epi32(a, _mm512_set1_epi
 
 #elif defined(QUIRE_AVX2)
 
+#if defined(QUIRE_AVX_VNNI)
+constexpr bool LIFTS = true;
+#else
 constexpr bool LIFTS = false;
+#endif
 
 static inline vi load_plane(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
 static inline vi bytes_of(uint8_t b) { return _mm256_set1_epi8(char(b)); }

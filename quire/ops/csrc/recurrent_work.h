@@ -13,7 +13,7 @@ namespace quire {
 inline const RecurrentKernels& recurrent_kernels_of(Isa isa) {
 #if defined(QUIRE_X86)
     if (isa == Isa::avx512) return avx512::recurrent_kernels;
-    if (isa == Isa::avx2) return avx2::recurrent_kernels;
+    if (isa == Isa::avx_vnni || isa == Isa::avx2) return avx2::recurrent_kernels;
 #elif defined(QUIRE_ARM)
     if (isa == Isa::i8mm || isa == Isa::neon) return neon::recurrent_kernels;
 #endif

@@ -25,7 +25,7 @@ using Words = nb::ndarray<nb::ndim<2>, nb::c_contig, nb::device::cpu, nb::ro>;
 const SamplingKernels& kernels_of(Isa isa) {
 #if defined(QUIRE_X86)
     if (isa == Isa::avx512) return avx512::sampling_kernels;
-    if (isa == Isa::avx2) return avx2::sampling_kernels;
+    if (isa == Isa::avx_vnni || isa == Isa::avx2) return avx2::sampling_kernels;
 #elif defined(QUIRE_ARM)
     if (isa == Isa::i8mm || isa == Isa::neon) return neon::sampling_kernels;
 #endif

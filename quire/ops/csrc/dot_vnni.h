@@ -1,5 +1,5 @@
-// Integer dot products of one tile on AVX-512 with VNNI: `vpdpbusd` multiplies unsigned weights by
-// signed activations, four columns of sixteen rows at once.
+// Integer dot products of one tile with VNNI: `vpdpbusd` multiplies unsigned weights by signed
+// activations, four columns of sixteen rows at once, or of eight where there is no AVX-512.
 //
 // Weights with a zero point are moved to the top of their byte, which makes every zero point 128:
 // the sum starts at -128 · sum(x), kept ready in the panel, and costs nothing.
@@ -11,8 +11,6 @@
 
 namespace quire::QUIRE_ISA {
 
-constexpr int INT8_TOKENS = 8, FLOAT_TOKENS = 8, TOKEN_STEP = 8;
-
 // A panel's record of T tokens × 32 columns: int8 q[T][32], then five words per token.
 struct Record {
     static constexpr int bytes = 32 + 5 * 4;
@@ -23,12 +21,28 @@ struct Record {
     template <int T> static constexpr int offset_high = 48 * T;   // and of 16…31
 };
 
+#if defined(QUIRE_AVX512)
+
+constexpr int INT8_TOKENS = 8, FLOAT_TOKENS = 8, TOKEN_STEP = 8;
+
+static inline vi broadcast(int32_t a) { return _mm512_set1_epi32(a); }
 // sum += w · the four columns at x. The instruction itself can repeat them for every row; compilers load them into a
 // register of their own instead, which leaves too few for the next tile to begin early. A sanitizer sees that load.
 static inline void add_product(vi& sum, vi w, const uint8_t* x) {
-    if constexpr (SANITIZED) sum = _mm512_dpbusd_epi32(sum, w, _mm512_set1_epi32(word_i32(x)));
+    if constexpr (SANITIZED) sum = _mm512_dpbusd_epi32(sum, w, broadcast(word_i32(x)));
     else asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(w), "m"(*reinterpret_cast<const uint8_t(*)[4]>(x)));
 }
+
+#else
+
+constexpr int INT8_TOKENS = 6, FLOAT_TOKENS = 6, TOKEN_STEP = 6;  // what sixteen registers hold
+
+static inline vi broadcast(int32_t a) { return _mm256_set1_epi32(a); }
+static inline void add_product(vi& sum, vi w, const uint8_t* x) {
+    sum = _mm256_dpbusd_avx_epi32(sum, w, broadcast(word_i32(x)));
+}
+
+#endif
 
 template <int T>
 static inline void add_products(vi w, const uint8_t* x, vi (&dot)[T]) {
@@ -52,7 +66,7 @@ template <Tile F, int T>
 static inline void dots(const uint8_t* w, const uint8_t* x, vi (&dot)[T]) {
 #pragma GCC unroll 16
     for (int t = 0; t < T; t++)
-        dot[t] = _mm512_set1_epi32(has_zero<F> ? word_i32(x + Record::offset<T> + 4 * t) : 0);
+        dot[t] = broadcast(has_zero<F> ? word_i32(x + Record::offset<T> + 4 * t) : 0);
     add_vectors<F, 0, T>(w, x, dot, dot);
     add_vectors<F, 1, T>(w, x, dot, dot);
     add_vectors<F, 2, T>(w, x, dot, dot);
@@ -66,8 +80,8 @@ static inline void add_tile16(const uint8_t* scales, const uint8_t* w, const uin
     vi low[T], high[T];
 #pragma GCC unroll 16
     for (int t = 0; t < T; t++) {
-        low[t] = _mm512_set1_epi32(has_zero<F> ? word_i32(x + Record::offset_low<T> + 4 * t) : 0);
-        high[t] = _mm512_set1_epi32(has_zero<F> ? word_i32(x + Record::offset_high<T> + 4 * t) : 0);
+        low[t] = broadcast(has_zero<F> ? word_i32(x + Record::offset_low<T> + 4 * t) : 0);
+        high[t] = broadcast(has_zero<F> ? word_i32(x + Record::offset_high<T> + 4 * t) : 0);
     }
     add_vectors<F, 0, T>(w, x, low, high);
     add_vectors<F, 1, T>(w, x, low, high);
@@ -83,8 +97,8 @@ static inline void add_tile16(const uint8_t* scales, const uint8_t* w, const uin
         vf sum = mul(to_float(low[t]), scale_low);
         sum = fma(to_float(high[t]), scale_high, sum);
         if constexpr (has_min<F>) {
-            sum = fma(to_float(_mm512_set1_epi32(word_i32(x + Record::offset_low<T> + 4 * t))), min_low, sum);
-            sum = fma(to_float(_mm512_set1_epi32(word_i32(x + Record::offset_high<T> + 4 * t))), min_high, sum);
+            sum = fma(to_float(broadcast(word_i32(x + Record::offset_low<T> + 4 * t))), min_low, sum);
+            sum = fma(to_float(broadcast(word_i32(x + Record::offset_high<T> + 4 * t))), min_high, sum);
         }
         acc[t] = fma(sum, set1(word_f32(x + Record::scale<T> + 4 * t)), acc[t]);
     }
