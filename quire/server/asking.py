@@ -16,6 +16,8 @@ from quire.types import Constraint, Grammar, Json, Regex, Sampling
 MOST_CHOICES = 128
 MOST_TOPS = 100
 _MOST_STOPS, _MOST_STOP_TEXT = 256, 8192
+_MOST_SCHEMA = 256 << 10
+"""Bytes of a schema that comes as a text, which is one value of a body however many are in it."""
 _MOST = 2**31 - 1
 _PLAIN = Sampling(temperature=1.0)
 """How OpenAI chooses tokens of a request that does not say."""
@@ -166,6 +168,9 @@ def _response_format(form: dict[str, Any]) -> Constraint:
     )  # fmt: skip
 
 
+_STRUCTURED = "structured_outputs"
+
+
 def _structured(wanted: dict[str, Any]) -> Constraint:
     """vLLM's form: one of json, regex, choice, grammar."""
     ways = [name for name, value in wanted.items() if value not in (None, False)]
@@ -173,6 +178,9 @@ def _structured(wanted: dict[str, Any]) -> Constraint:
         case {"json": dict(schema), **rest} if not rest:
             return Json(schema)
         case {"json": str(schema), **rest} if not rest:
+            if len(schema) > _MOST_SCHEMA:
+                most = f"{len(schema):,} characters, and may have {_MOST_SCHEMA:,}"
+                raise ApiError(400, f"structured_outputs.json has {most}", param=_STRUCTURED)
             try:
                 return Json(dict(json.loads(schema)))
             except (ValueError, TypeError, RecursionError):
@@ -188,7 +196,7 @@ def _structured(wanted: dict[str, Any]) -> Constraint:
                 return Grammar("start: " + " | ".join(json.dumps(one) for one in choices))
     raise ApiError(
         400, "structured_outputs has one of json, regex, choice, grammar, json_object",
-        param="structured_outputs",
+        param=_STRUCTURED,
     )  # fmt: skip
 
 
