@@ -159,6 +159,7 @@ class _Answer:
             "system_fingerprint": FINGERPRINT,
         }  # fmt: skip
         self._legacy: dict[int, Legacy] = {}
+        self._echoed: dict[int, str] = {}
 
     async def whole(self) -> dict[str, Any]:
         """One object."""
@@ -167,7 +168,7 @@ class _Answer:
             parts[delta.choice].append(delta)
         choices = []
         for index, deltas in enumerate(parts):
-            text = self._echo(index) + "".join(d.text for d in deltas)
+            text = await self._echo(index) + "".join(d.text for d in deltas)
             logprobs = self._scores(index) + [one for d in deltas for one in d.logprobs]
             choices.append(await self._choice(index, text, logprobs, deltas[-1].finish_reason))
         return {**self._head, "choices": choices, **self._end()}
@@ -185,7 +186,7 @@ class _Answer:
                 text, logprobs = delta.text, delta.logprobs
                 if delta.choice in fresh:
                     fresh.discard(delta.choice)
-                    text = self._echo(delta.choice) + text
+                    text = await self._echo(delta.choice) + text
                     logprobs = self._scores(delta.choice) + logprobs
                 going -= delta.finish_reason is not None
                 choice = await self._choice(delta.choice, text, logprobs, delta.finish_reason)
@@ -198,10 +199,15 @@ class _Answer:
             yield event(self._state.told(error).as_dict())
         yield DONE
 
-    def _echo(self, index: int) -> str:
+    async def _echo(self, index: int) -> str:
+        """The prompt of a choice; many choices may have the same, and it may be long."""
         if not self._body.echo:
             return ""
-        return self._llm.decode(self._run.ask.prompts[index // self._run.ask.n])
+        prompt = index // self._run.ask.n
+        if prompt not in self._echoed:
+            ids = self._run.ask.prompts[prompt]
+            self._echoed[prompt] = await in_thread(self._llm.decode, ids)
+        return self._echoed[prompt]
 
     def _scores(self, index: int) -> list[TokenLogprob]:
         if self._body.scores is None:

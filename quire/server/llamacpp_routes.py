@@ -20,7 +20,9 @@ from quire.server.logprobs import with_ids
 from quire.server.progress import Watched
 from quire.server.prompts import prompts_of
 from quire.server.run import Delta, Run
+from quire.server.timings import timings
 from quire.server.turn import Turn, asked_model
+from quire.server.usage import memory
 from quire.server.wire import as_json, event, read_as
 from quire.text.infill import infill_tokens
 from quire.types import TokenLogprob
@@ -29,6 +31,8 @@ _WORDS = {
     "max_tokens": "n_predict", "logprobs": "n_probs", "repetition_penalty": "repeat_penalty",
 }  # fmt: skip
 """What llama.cpp's clients call some of our fields."""
+_MOST_FIELDS, _LONGEST_FIELD = 256, 256
+"""Of `response_fields`: each is looked for in each answer."""
 
 
 class LlamaBody(msgspec.Struct, kw_only=True):
@@ -149,6 +153,10 @@ async def _completed(
             400, "n_predict 0 makes nothing: POST /v1/sessions/{id}/append adds to a session",
             param="n_predict",
         )  # fmt: skip
+    fields = body.response_fields or ()
+    if len(fields) > _MOST_FIELDS or any(len(path) > _LONGEST_FIELD for path in fields):
+        most = f"{_MOST_FIELDS} paths, each of {_LONGEST_FIELD} characters at most"
+        raise ApiError(400, f"response_fields has at most {most}", param="response_fields")
     bias = None
     if body.logit_bias:
         models = request.app.state.quire.models
@@ -186,7 +194,7 @@ async def _whole(run: Run, body: LlamaBody) -> list[dict[str, Any]]:
     for at, said in enumerate(parts):
         tokens = [token for part in said for token in part.token_ids]
         logprobs = [one for part in said for one in part.logprobs]
-        end = _end(run, body, at, "".join(part.text for part in said), tokens)
+        end = await _end(run, body, at, "".join(part.text for part in said), tokens)
         made.append(end | await _probabilities(run, logprobs))
     return made
 
@@ -207,7 +215,7 @@ async def _events(turn: Turn, body: LlamaBody) -> AsyncGenerator[bytes, None]:
                     **await _probabilities(run, delta.logprobs), **watched.token(),
                 })  # fmt: skip
             if delta.finish_reason:
-                yield event(_end(run, body, at, "", []))
+                yield event(await _end(run, body, at, "", []))
     except Exception as error:
         yield _refused(turn.state.told(error))
 
@@ -216,7 +224,8 @@ def _refused(error: ApiError) -> bytes:
     return event(error.as_dict())
 
 
-def _end(run: Run, body: LlamaBody, at: int, text: str, tokens: list[int]) -> dict[str, Any]:
+async def _end(run: Run, body: LlamaBody, at: int, text: str, tokens: list[int]) -> dict[str, Any]:
+    """How one answer ended, and what that one took: there may be thousands."""
     job, word = run.jobs[at], None
     stops = [body.stop] if isinstance(body.stop, str) else body.stop
     if job.finish_reason == "stop":
@@ -227,10 +236,11 @@ def _end(run: Run, body: LlamaBody, at: int, text: str, tokens: list[int]) -> di
         "index": at, "content": text, "tokens": tokens if body.return_tokens else [],
         "id_slot": -1, "stop": True, "model": run.ask.model.name,
         "tokens_predicted": len(job.token_ids), "tokens_evaluated": job.prompt_tokens,
-        "tokens_cached": job.sequence.cached, "prompt": llm.decode(run.ask.prompts[at]),
+        "tokens_cached": job.sequence.cached, 
+        "prompt": await in_thread(llm.decode, run.ask.prompts[at]),
         "truncated": _cut_off(run, at), "has_new_line": "\n" in text,
         "stop_type": kind, "stopping_word": word or "", "generation_settings": settings_of(run),
-        "timings": run.timings(), "memory": run.memory(),
+        "timings": timings([job], [job]), "memory": memory([job]),
     }  # fmt: skip
 
 

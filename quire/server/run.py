@@ -7,6 +7,7 @@ and writes the end from `usage`, `timings` and `memory`. Leaving the run ends it
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, replace
@@ -92,6 +93,7 @@ class Run:
         self._speculate = speculate
         self._place = place
         self.jobs: list[Job] = []
+        self._live: list[Job] = []
         self._rest: deque[Request] = deque()
         self._begun = False
         self._filling: asyncio.Future[None] | None = None
@@ -136,9 +138,9 @@ class Run:
         self.wake()  # more may have ended meanwhile
 
     async def _begin(self, begins: list[Callable[[], Job]]) -> None:
-        begin = partial(_begin_all, begins, self._tell)
-        jobs = await self.ask.model.call(begin, self._undo)
+        jobs = await self.ask.model.call(partial(_begin_all, begins, self._tell), self._undo)
         self.jobs += jobs
+        self._live += jobs
 
     def _undo(self, jobs: list[Job]) -> None:
         """Its client left as they began; on the loop."""
@@ -208,7 +210,8 @@ class Run:
 
     @property
     def _going(self) -> int:
-        return sum(not job.done for job in self.jobs)
+        self._live = [job for job in self._live if not job.done]  # it is asked at every token
+        return len(self._live)
 
     def fail(self, error: BaseException) -> None:
         """The engine broke down; from any thread."""
@@ -218,9 +221,9 @@ class Run:
     async def deltas(self) -> AsyncIterator[Delta]:
         """What comes, until all jobs are done; raises what made one fail."""
         error: BaseException | None = None
-        seen, going = [0] * self.choices, set(range(self.choices))
+        seen, going = [0] * self.choices, list(range(self.choices))
         while going and error is None:
-            for index in sorted(one for one in going if one < len(self.jobs)):
+            for index in going[: bisect_left(going, len(self.jobs))]:  # others have not begun
                 job = self.jobs[index]
                 done = job.done  # asked first: what comes later is taken next time
                 if error := job.error:
@@ -229,7 +232,7 @@ class Run:
                 tokens = job.token_ids[at:]
                 seen[index] += len(tokens)
                 if done:
-                    going.discard(index)
+                    going.remove(index)
                 if text or tokens or done:
                     logprobs = job.logprobs[at : seen[index]]
                     yield Delta(index, text, tokens, logprobs, _finish(job) if done else None)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from quire.server import asking
+from quire.server.run import Run
 from tests.server.rig import Rig, serving
 
 COMPLETE = "/v1/completions"
@@ -29,3 +32,51 @@ def test_a_schema_in_a_text_is_not_read_if_it_is_long(
         schema = '{"a": [' + many * 100_000 + "1]}"
         error = few.refused(400, COMPLETE, prompt="a", structured_outputs={"json": schema})
         assert error["param"] == "structured_outputs" and "262,144" in error["message"]
+
+
+@pytest.mark.parametrize("fields", [["a/b"] * 257, ["/" * 257]])
+def test_fields_of_an_answer_are_few(few: Rig, fields: list[str]) -> None:
+    """Each is looked for in each of up to 2,048 answers."""
+    asked = {"prompt": ["a"] * 8, "n_predict": 1, "response_fields": fields}
+    assert few.refused(400, "/completion", **asked)["param"] == "response_fields"
+
+
+def test_each_of_many_answers_says_what_it_took_itself(few: Rig) -> None:
+    made = few.post("/completion", prompt=["a", "b c"] * PLACES, n_predict=3, ignore_eos=True)
+    for one in made:
+        assert one["timings"]["predicted_n"] == one["tokens_predicted"] == 3
+        read = one["timings"]["prompt_n"] + one["timings"]["cache_n"]
+        assert read == one["tokens_evaluated"] and one["memory"]["pages"] == 1
+
+
+def test_a_prompt_is_written_once_for_all_its_answers(
+    few: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[str] = []
+    decode = few.llm.decode
+
+    def counted(*args: Any, **more: Any) -> Any:
+        written.append(threading.current_thread().name)
+        return decode(*args, **more)
+
+    monkeypatch.setattr(few.llm, "decode", counted)
+    before = few.complete(["a b", "c"], 2, n=6, echo=True)["choices"]
+    assert len(written) == 2 and all(name.startswith("quire") for name in written)
+    assert [one["text"][:1] for one in before] == ["a"] * 6 + ["c"] * 6
+
+
+def test_answers_that_ended_are_not_looked_at_again(
+    few: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked at every token of each of them how many run."""
+    looked: list[int] = []
+    going: Any = Run._going
+
+    def counted(run: Run) -> int:
+        found: int = going.fget(run)
+        looked.append(len(run._live))
+        return found
+
+    monkeypatch.setattr(Run, "_going", property(counted))
+    made = few.complete([[300 + i] for i in range(40)], 3)
+    assert len(made["choices"]) == 40 and max(looked) <= PLACES
