@@ -94,8 +94,8 @@ def _allowed(
     mode = said.get("mode", "auto") if isinstance(said, dict) else None
     if not isinstance(listed, list) or not listed or mode not in ("auto", "required"):
         raise _no_choice()
-    names = [_name(one) for one in listed]
-    known = [_name(tool) for tool in tools or []]
+    names = {_name(one): None for one in listed}  # in their order: many are looked up in many
+    known = {_name(tool) for tool in tools or []}
     if unknown := [name for name in names if name is None or name not in known]:
         raise ApiError(
             400, f"tool_choice allows {unknown[0]!r:.80}, which is none of the tools",
@@ -104,10 +104,11 @@ def _allowed(
     return [one for one in tools or [] if _name(one) in names], mode
 
 
-def _name(tool: Any) -> Any:
+def _name(tool: Any) -> str | None:
     """The name of a tool, in either of OpenAI's forms."""
     function = tool.get("function", tool) if isinstance(tool, dict) else None
-    return function.get("name") if isinstance(function, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
 
 
 def _choice(tool_choice: str | dict[str, Any] | None) -> ToolChoice:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from quire.server import asking
+from quire.server.conversation import _allowed
 from quire.server.run import Run
 from tests.server.rig import Rig, serving
 
@@ -80,3 +82,12 @@ def test_answers_that_ended_are_not_looked_at_again(
     monkeypatch.setattr(Run, "_going", property(counted))
     made = few.complete([[300 + i] for i in range(40)], 3)
     assert len(made["choices"]) == 40 and max(looked) <= PLACES
+
+
+def test_many_tools_of_which_many_are_allowed() -> None:
+    names = [f"tool_{i}" for i in range(10_000)]
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    begun = time.process_time()
+    some, mode = _allowed(tools, {"type": "allowed_tools", "mode": "auto", "tools": tools[1:]})
+    assert some == tools[1:] and mode == "auto"
+    assert time.process_time() - begun < 0.5
