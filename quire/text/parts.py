@@ -15,6 +15,8 @@ _LENGTH = 1 << 11
 """Characters of a part."""
 _KEPT = 1 << 20
 """Characters and ids that are kept."""
+_EACH = 1 << 6
+"""So many of them take as much memory as what a part is kept in, which short ones are most of."""
 
 
 class Parts:
@@ -44,7 +46,9 @@ class Parts:
             at += known[1]
 
     def _keep(self, part: tuple[str, bool], known: tuple[list[int], int]) -> None:
-        size = len(part[0]) + len(known[0])
+        size = len(part[0]) + len(known[0]) + _EACH
+        if size > _KEPT:
+            return
         if self._kept + size > _KEPT:
             self._known.clear()
             self._kept = 0

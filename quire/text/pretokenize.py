@@ -46,6 +46,7 @@ _CASED_CLASSES = _CLASSES | {
 
 _UNSURE = 6
 """So many words before an end may be others if the text goes on, besides white space and digits."""
+_DIGITS = STAND_INS["N"] + "0123456789"
 
 # The parts of a pattern: a class, an escaped character, or any other single character.
 _PATTERN_PARTS = re.compile(r"\\p\{(\w+)\}|\\.|.", re.DOTALL)
@@ -105,7 +106,9 @@ class WordSplitter:
     def sure(self, text: str) -> list[str]:
         """The first words of a text that stand however it goes on; maybe none."""
         words = self.split(text)
-        while words and (words[-1].isspace() or words[-1].isnumeric()):
+        table = cased_stand_ins() if self._cased else stand_ins()
+        # Which characters are digits is in the table: Python may not know the newest.
+        while words and (words[-1].isspace() or not words[-1].translate(table).strip(_DIGITS)):
             words.pop()
         return words[:-_UNSURE]
 
