@@ -72,7 +72,7 @@ class Guards:
                 return
             raise ApiError(503, "the server ended before this was done", code="draining") from None
         except Exception as error:
-            log.error("%s %s failed", scope["method"], scope["path"], exc_info=error)
+            log.error("%s %r failed", scope["method"], scope["path"], exc_info=error)
             if started:
                 raise
             raise told(error) from error

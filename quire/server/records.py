@@ -21,6 +21,8 @@ from quire.server.metrics import Metrics, reason_of
 from quire.server.run import Ask, Run
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_UNSEEN = re.compile("[\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+"""What JSON leaves as it is, and ends a line or commands a terminal where the log is read."""
 _RECENT = 8
 _current: ContextVar[Record | None] = ContextVar("record", default=None)
 log = logging.getLogger("quire.requests")
@@ -165,7 +167,8 @@ class Records:
             finished = reason_of(record.jobs[0])
             self.recent.appendleft({**record.told(), "state": "done", "finished": finished})
             self.metrics.observe(record)
-        log.info("%s", json.dumps(record.line(self._log_text), ensure_ascii=False))
+        told = json.dumps(record.line(self._log_text), ensure_ascii=False)
+        log.info("%s", _UNSEEN.sub(lambda found: json.dumps(found[0])[1:-1], told))
         record.run = record.ask = None  # what they hold is not kept for as long as this is
 
 

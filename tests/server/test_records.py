@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -46,6 +47,19 @@ def test_ids_come_back_and_stand_in_the_log(rig: Rig, lines: Any) -> None:
     refused = rig.http.get("/no/such/path", headers={"x-request-id": "mine-2"})
     assert refused.headers["x-request-id"] == "mine-2"
     assert lines("/no/such/path")[0]["status"] == 404
+
+
+def test_what_clients_write_ends_no_line_of_the_log(
+    rig: Rig, lines: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor does it command the terminal that the log is read in."""
+    odd = "/no/\x0a\x1b[31m\x7f\x85\x9b31m\u2028\u2029\u202e\u2067/\u00e9"
+    rig.http.get(quote(odd))
+    (line,) = lines(odd)
+    assert line["status"] == 404
+    written = next(r.message for r in caplog.records if r.name == "quire.requests")
+    assert len(written.splitlines()) == 1 and "\u00e9" in written
+    assert all(c.isprintable() for c in written), ascii(written)
 
 
 def test_a_line_has_figures_and_no_text(rig: Rig, lines: Any) -> None:
