@@ -9,6 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.api.llm import LLM
 from quire.api.texts import ChatPrompt
 from quire.server.asking import check_ids, in_thread
 from quire.server.conversation import most_read, read_prompt
@@ -74,8 +75,12 @@ async def tokenize(request: Request) -> Response:
             ids = await in_thread(encode, given, add, parse)
         told: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": llm.n_ctx}
         if body.with_pieces:
-            told["tokens"] = [{"id": i, "piece": _piece(llm.tokenizer.token_bytes(i))} for i in ids]
+            told["tokens"] = await in_thread(_pieces, llm, ids)
         return as_json(told)
+
+
+def _pieces(llm: LLM, ids: list[int]) -> list[dict[str, Any]]:
+    return [{"id": i, "piece": _piece(llm.tokenizer.token_bytes(i))} for i in ids]
 
 
 def _piece(data: bytes) -> str | list[int]:

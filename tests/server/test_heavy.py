@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from quire.server import asking
+from quire.server import asking, logprobs
 from quire.server.conversation import _allowed
 from quire.server.run import Run
+from quire.server.wire import encode
 from tests.server.rig import Rig, serving
 
 COMPLETE = "/v1/completions"
@@ -91,3 +92,21 @@ def test_many_tools_of_which_many_are_allowed() -> None:
     some, mode = _allowed(tools, {"type": "allowed_tools", "mode": "auto", "tools": tools[1:]})
     assert some == tools[1:] and mode == "auto"
     assert time.process_time() - begun < 0.5
+
+
+def test_log_probabilities_are_written_off_the_event_loop(
+    few: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of many answers are a million values, which nobody else is to wait for."""
+    written: list[str] = []
+
+    def counted(value: Any) -> bytes:
+        written.append(threading.current_thread().name)
+        return encode(value)
+
+    monkeypatch.setattr(logprobs, "encode", counted)
+    asked = {"n": 2, "max_tokens": 40, "ignore_eos": True, "logprobs": True, "top_logprobs": 100}
+    made = few.chat("a", **asked)["choices"]
+    assert len(written) == 80 and all(name.startswith("quire") for name in written)
+    for choice in made:
+        assert [len(one["top_logprobs"]) for one in choice["logprobs"]["content"]] == [100] * 40
