@@ -55,6 +55,8 @@ class Behind:
     before: str
     """Rules in Lark's notation, of which `before` is what comes first."""
     constraint: Json | Regex | Grammar
+    instead: Grammar | None = None
+    """What may be written instead of all that: calls, in Lark's notation."""
 
 
 Constraint = Json | Regex | Grammar | Behind

@@ -116,8 +116,8 @@ class Requests(Texts):
         match constraint:
             case Grammar(str(text)):
                 constraint = Grammar(as_lark(text))
-            case Behind(before, Grammar(str(text))):
-                constraint = Behind(before, Grammar(as_lark(text)))
+            case Behind(constraint=Grammar(str(text))):
+                constraint = replace(constraint, constraint=Grammar(as_lark(text)))
         return None if constraint is None else self.engine.constrainer.compile(constraint)
 
     def end(self, job: Job) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -46,6 +46,8 @@ class ChatPrompt:
     """What it must write, where it has to call one."""
     before: str = ""
     """Rules of what comes before the answer itself, as in `types.Behind`."""
+    may_call: Callable[[], Grammar] | None = None
+    """Makes the grammar of calls, where it may write them instead of an answer."""
 
     def __repr__(self) -> str:
         return f"<ChatPrompt {len(self.tokens)} tokens>"
@@ -60,14 +62,12 @@ class ChatPrompt:
         return self.style.reader(self.tools, self.text)
 
     def only(self, constraint: Constraint | None) -> Constraint | None:
-        """What the answer must fit: as the caller says, or a call."""
-        if constraint is not None and self.constraint is not None:
-            raise RequestError(
-                "a call must be made, and has a form of its own; leave constraint out", "constraint"
-            )
-        if isinstance(constraint, (Json, Regex, Grammar)) and self.before:
-            return Behind(self.before, constraint)
-        return constraint or self.constraint
+        """What the answer must fit: what the caller says is for answers, and calls are none."""
+        if self.constraint is not None:
+            return self.constraint
+        if isinstance(constraint, (Json, Regex, Grammar)) and (self.before or self.may_call):
+            return Behind(self.before, constraint, self.may_call and self.may_call())
+        return constraint
 
     def answered(self, completion: Completion | list[Completion]) -> Any:
         """A completion, or each of several, with the answer taken apart."""
@@ -124,18 +124,21 @@ class Texts:
             text, found, _ = text.rpartition(up_to)
             if not found:
                 raise RequestError("this model's template cannot go on with a message", "messages")
-        constraint = None
-        if known and mode == "required":
-            wanted = known if name is None else known.named(name)
-            thinking, many = style.thinking(text), name is None and not one_call
-            constraint = call_grammar(style, wanted, self._control_token, thinking, many)
-        elif mode == "required":
+        if not known and mode == "required":
             raise RequestError(
                 f"tool_choice is {name or mode!r:.80}, but there are no tools", "tool_choice"
             )
+        constraint, calls = None, None
+        if known:
+            wanted = known if name is None else known.named(name)
+            thinking, many = style.thinking(text), name is None and not one_call
+            calls = partial(call_grammar, style, wanted, self._control_token, thinking, many)
+        if calls and mode == "required":
+            constraint = calls()
         before = before_answer(style, text, self._control_token)
         tokens = self.text_tokens(text, most_tokens)
-        return ChatPrompt(text, tokens, style, known, constraint, before)
+        may_call = calls if style.marks_calls else None
+        return ChatPrompt(text, tokens, style, known, constraint, before, may_call)
 
     def _shown(self, tools: object) -> tuple[list[dict[str, Any]] | None, Tools | None]:
         """Tools for the template, and by name; None where there are none."""

@@ -114,9 +114,14 @@ def _grammar(constraint: Constraint, compiler: Any) -> str:
             return str(compiler.grammar_from_regex(ascii))
         case Grammar(text):
             return str(compiler.grammar_from_lark(text))
-        case Behind(before, inner):
-            first = {"name": "whole", "lark_grammar": f"start: before @answer\n{before}"}
-            return json.dumps({"grammars": [first, {**_one(inner, compiler), "name": "answer"}]})
+        case Behind(before, inner, instead):
+            start = "before @answer" if before else "@answer"
+            parts = [{**_one(inner, compiler), "name": "answer"}]
+            if instead is not None:
+                start += " | @instead"
+                parts.append({**_one(instead, compiler), "name": "instead"})
+            whole = {"name": "whole", "lark_grammar": f"start: {start}\n{before}"}
+            return json.dumps({"grammars": [whole, *parts]})
 
 
 def _one(constraint: Constraint, compiler: Any) -> dict[str, Any]:

@@ -108,11 +108,10 @@ async def _begun(request: Request, body: ChatBody, words: Mapping[str, str]) -> 
             body.template_options, body.add_generation_prompt, body.continue_final_message,
             body.one_call,
         )  # fmt: skip
-        with worded({"constraint": body.constraint_in or "constraint"}):
-            form = prompt.only(constraint)
         sampling = body.sampling(body.most_tokens, body.tops, llm.chat_sampling)
         return Ask(
-            model, [prompt.tokens], sampling, n, (*stops, *prompt.stop), form,
+            model, [prompt.tokens], sampling, n, (*stops, *prompt.stop),
+            prompt.only(constraint),
             words.get(constraint_in, constraint_in), salt, request.scope["quire.key"],
             body.rank, session, prompt, whole=True,
         )  # fmt: skip

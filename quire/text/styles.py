@@ -25,6 +25,11 @@ class Style:
     takes_tools: bool = False
     """Whether the template shows tools to the model."""
 
+    @property
+    def marks_calls(self) -> bool:
+        """Whether a call can be told from an answer in JSON by how it begins."""
+        return bool(self.name) and not (self.calls and self.calls.bare)
+
     def thinking(self, prompt: str) -> bool:
         """Whether a prompt ends with the beginning of the reasoning."""
         return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning[0].rstrip())

@@ -159,19 +159,32 @@ def test_answers_of_tools_reach_the_template(rig: Rig) -> None:
     assert "assistant\ngood<|im_end|>" in prompt and "tool\ndone" in prompt
 
 
-@pytest.mark.parametrize(("path", "given", "field", "value"), [
-    (CHAT, "messages", "response_format", {"type": "json_object"}),
-    (CHAT, "messages", "structured_outputs", {"regex": "a"}),
-    ("/v1/responses", "input", "text", {"format": {"type": "json_object"}}),
+@pytest.mark.parametrize(("field", "value"), [
+    ("response_format", {"type": "json_object"}), ("structured_outputs", {"regex": "a"}),
 ])  # fmt: skip
-def test_a_call_that_must_be_made_has_no_other_form(
-    rig: Rig, path: str, given: str, field: str, value: object
+def test_a_form_is_that_of_answers_and_not_of_calls(
+    rig: Rig, field: str, value: dict[str, str]
 ) -> None:
+    """Agents name the form of their last answer while they have a tool called first."""
+    body = {"tools": [PART], "tool_choice": "required", "max_tokens": 200, field: value}
+    checked(rig.chat("hi", **body)["choices"][0]["message"]["tool_calls"][0], "part")
     flat = {"type": "function", **PART["function"]}  # type: ignore[dict-item]
-    tools = [PART if path == CHAT else flat]
-    body = {given: turns("hi"), "tools": tools, "tool_choice": "required", field: value}
-    error = rig.refused(400, path, **body)
-    assert error["param"] == field and f"leave {field} out" in error["message"]
+    text = {"format": {"type": "json_object"}}
+    made = rig.post("/v1/responses", input="hi", tools=[flat], tool_choice="required", text=text)
+    assert made["output"][0]["type"] == "function_call"
+
+
+def test_tools_may_be_called_instead_of_an_answer_of_a_form(rig: Rig) -> None:
+    said = {"type": "json_schema", "json_schema": {"name": "mood", "schema": SCHEMA}}
+    body = {"tools": [PART], "max_tokens": 200, "response_format": said}
+    call, answer = (
+        rig.chat("hi", **body, logit_bias={str(rig.llm.encode(first, False)[0]): 100})["choices"][0]
+        for first in ("<", "{")
+    )
+    assert call["finish_reason"] == "tool_calls" and answer["finish_reason"] == "stop"
+    checked(call["message"]["tool_calls"][0], "part")
+    assert json.loads(answer["message"]["content"])["mood"] in ("good", "bad")
+    assert "tool_calls" not in answer["message"]
 
 
 def test_ollamas_clients_are_told_what_a_model_can_do(rig: Rig) -> None:

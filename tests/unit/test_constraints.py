@@ -9,7 +9,7 @@ import pytest
 from quire.engine.constrain import Constrainer
 from quire.errors import RequestError
 from quire.text.tokenizer import Tokenizer
-from quire.types import Constraint, Grammar, Json, Regex
+from quire.types import Behind, Constraint, Grammar, Json, Regex
 from tests.model_folders import MODELS
 
 CONSTRAINER = Constrainer(Tokenizer(MODELS / "tiny-dense"))
@@ -126,3 +126,13 @@ def test_a_grammar_has_a_bound() -> None:
     many = Grammar("start: " + "|".join(f'"{i}"' for i in range(60_000)))
     with pytest.raises(RequestError, match=r"too complex.*262,144"):
         CONSTRAINER.compile(many)
+
+
+@pytest.mark.parametrize("thought", ["", "hm</think>"])
+def test_something_else_may_come_instead(thought: str) -> None:
+    """A call, for which reasoning may go ahead as it does for an answer."""
+    rule = '\nr0[suffix="</think>"]: /(?s:.*)/' if thought else ""
+    before, call = f"before: r0{rule}", f'start: {"r0 " if thought else ""}"<call>"{rule}'
+    form = Behind(before if thought else "", Json(A), Grammar(call))
+    assert accepts(form, thought + '{"a": null}') and accepts(form, thought + "<call>")
+    assert not accepts(form, thought + "other") and not accepts(form, thought + "<call>{")

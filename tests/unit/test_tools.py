@@ -12,7 +12,8 @@ import pytest
 import quire
 from quire.api.arguments import messages_of
 from quire.errors import RequestError
-from quire.types import Completion, Timings
+from quire.text.styles import style_of
+from quire.types import Behind, Completion, Timings
 from tests import tiny
 
 TEMPLATE = """{%- if tools %}{{ tools | tojson }}<tool_call>{"arguments": {}}</tool_call>{% endif %}
@@ -51,6 +52,19 @@ def test_a_call_must_be_made(llm: quire.LLM, choice: str) -> None:
         assert call.name == "greet"
         arguments = json.loads(call.arguments)
         assert arguments["mood"] in ("good", "bad") and 1 <= arguments["times"] <= 9
+
+
+def test_a_constraint_is_for_answers(llm: quire.LLM) -> None:
+    forced = llm.chat(
+        HI, tools=TOOLS, tool_choice="required", constraint=quire.Regex("a"), max_tokens=200
+    )
+    assert forced.tool_calls
+    may = llm.chat_prompt(HI, TOOLS).only(quire.Regex("a"))
+    assert isinstance(may, Behind) and may.instead == llm.chat_prompt(HI, TOOLS, "required").only(
+        None
+    )
+    assert llm.chat_prompt(HI, TOOLS, "none").only(quire.Regex("a")) == quire.Regex("a")
+    assert not style_of("<|python_tag|>").marks_calls  # both begin with a brace
 
 
 @pytest.mark.parametrize("name", ["auto", "none", "required"])
@@ -119,8 +133,6 @@ def test_what_cannot_be_is_refused(llm: quire.LLM, tmp_path: Path) -> None:
         llm.chat(HI, tool_choice="required")
     with pytest.raises(RequestError, match="tool_choice is"):
         llm.chat(HI, tools=TOOLS, tool_choice={"name": "greet"})
-    with pytest.raises(RequestError, match="leave constraint out"):
-        llm.chat(HI, tools=TOOLS, tool_choice="required", constraint=quire.Json())
     path = tmp_path / "plain.gguf"
     tiny.write(path, tiny.Tiny())
     with quire.load(path) as plain:
