@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.server.rig import Rig
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
@@ -91,3 +93,8 @@ class Tab:
         """Nothing may have gone wrong."""
         self.context.close()
         assert self.wrong == []
+
+
+def sessions(server: Rig) -> dict[str, Any]:
+    """What the server says of its sessions, by id."""
+    return {one["id"]: one for one in server.http.get("/v1/sessions").json()["data"]}

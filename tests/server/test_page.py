@@ -3,51 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import tiny
-from tests.server.browser import Tab, browser
+from tests.server.browser import Tab, sessions
 from tests.server.page_tour import PICTURES, tour
 from tests.server.rig import DENSE, HYBRID, Rig, serving
 
 KEY = "a-key-of-the-test"
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    with browser() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def one_server(chromium: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    """A server of a model with attention and states."""
-    folder = tmp_path_factory.mktemp("saved")
-    with serving(folder, HYBRID, load={"memory_budget": "64MiB", "n_ctx": 512}) as running:
-        yield running
-
-
-@pytest.fixture
-def server(one_server: Rig) -> Iterator[Rig]:
-    """The same, with nothing in it."""
-    yield one_server
-    for id in sessions(one_server):
-        one_server.http.delete(f"/v1/sessions/{id}")
-
-
-@pytest.fixture
-def tab(chromium: Any, server: Rig) -> Iterator[Tab]:
-    made = Tab(chromium, server.url).live()
-    yield made
-    made.close()
-
-
-def sessions(server: Rig) -> dict[str, Any]:
-    return {one["id"]: one for one in server.http.get("/v1/sessions").json()["data"]}
 
 
 def branch(server: Rig) -> None:
@@ -151,7 +117,7 @@ def test_buttons_do_what_they_say(server: Rig, tab: Tab) -> None:
     assert (server.state.sessions.folder / "story.quire").is_file()
     tab.press("close", "story.1")
     assert "story.1" in sessions(server), "it takes a second press"
-    assert tab.page.get_by_role("button", name="Close story.1 for good?").count() == 1
+    assert tab.page.get_by_role("button", name="Close for good? story.1").count() == 1
     assert tab.text("#notice") == "Press again to close story.1 for good"
     tab.press("close", "story.1")
     tab.until("!document.querySelector('[data-session=\"story.1\"]')")

@@ -12,7 +12,11 @@ import { fork, rewind, showSessions } from "./sessions.js";
 
 useTree({ fork, rewind });
 const PANELS = [showBudget, showSessions, showPages, showPrefix, showRequests, showChat, showPlots];
+const QUIET_MS = 10_000; // without an event the figures are old; the server sends one each second
+const GONE_MS = 60_000; // a connection that nobody ended, as after a sleep
 let state = {};
+let heard = Infinity; // when; before the first event nothing is missed
+let stop = new AbortController();
 
 function live(kind, text) {
   $("live").dataset.state = kind;
@@ -34,15 +38,29 @@ async function offerModels() {
 
 async function watch() {
   state = {};
+  stop = new AbortController();
+  heard = Infinity;
   await offerModels();
   await reopenTalk();
-  for await (const change of events("GET", "/v1/memory/events")) {
+  for await (const change of events("GET", "/v1/memory/events", undefined, stop.signal)) {
+    heard = Date.now();
     Object.assign(state, change);
     live("live", "live");
     say($("model"), models(state));
     for (const show of PANELS) show(state);
   }
 }
+
+setInterval(() => {
+  if ($("live").dataset.state === "lost") return;
+  if (Date.now() - heard > QUIET_MS) live("waiting", "no news from the server");
+  if (Date.now() - heard > GONE_MS) stop.abort();
+}, 1000);
+
+/** A key that is held down is one press: holding Enter does not close a session, or make ten. */
+addEventListener("keydown", (event) => {
+  if (event.repeat && event.key === "Enter" && event.target.closest?.("button")) event.preventDefault();
+});
 
 for (let wait = 500; ; wait = Math.min(wait * 2, 5000)) {
   try {

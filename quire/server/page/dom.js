@@ -66,5 +66,8 @@ export function notice(text) {
   say(node, text);
   node.dataset.shown = "1";
   clearTimeout(hide);
-  hide = setTimeout(() => delete node.dataset.shown, 4500);
+  hide = setTimeout(() => {
+    delete node.dataset.shown;
+    say(node, ""); // so that the same words are heard again
+  }, Math.max(4500, 60 * text.length)); // as long as reading takes
 }

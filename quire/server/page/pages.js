@@ -51,7 +51,7 @@ function updateHolder(node, holder) {
 
 function nameOf(holder) {
   if (holder.kind === "cached") return "cached prefixes";
-  if (holder.kind === "session") return holder.id;
+  if (holder.kind === "session") return holder.id || "other sessions";
   return holder.id ? `${holder.kind} ${holder.id.replace(/~turn$/, "last turn")}` : `${holder.kind}s`;
 }
 
@@ -73,8 +73,7 @@ function makePool(pool) {
     const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: columns(node), ArrowUp: -columns(node) };
     if (!(event.key in step)) return;
     event.preventDefault();
-    const last = Math.max(cells(node._pool) - 1, 0);
-    look(Math.min(Math.max(node._at + step[event.key], 0), last));
+    look(Math.min(Math.max(node._at + step[event.key], 0), drawn(node) - 1));
   });
   new ResizeObserver(() => draw(node)).observe(node);
   return node;
@@ -94,6 +93,7 @@ function updatePool(node, pool) {
 }
 
 const cells = (pool) => Math.ceil(pool.pages_max / pool.per_cell);
+const drawn = (node) => Math.min(Math.max(node._pool.cells, columns(node) * (ROWS - 1) + 1), cells(node._pool));
 const columns = (node) => Math.max(Math.floor((node.clientWidth + GAP) / (CELL + GAP)), 1);
 
 function cellUnder(node, event) {
@@ -112,7 +112,7 @@ const within = (runs, cell) => {
 
 function tell(pool, cell) {
   const first = cell * pool.per_cell;
-  const what = pool.per_cell > 1 ? `Pages ${first} to ${first + pool.per_cell - 1}` : `Page ${first}`;
+  const what = pool.per_cell > 1 ? `Pages ${first} to ${Math.min(first + pool.per_cell, pool.pages_max) - 1}` : `Page ${first}`;
   const names = pool.held.filter((by) => within(by.at, cell)).map(nameOf);
   if (!names.length) return `${what}: free`;
   return `${what}: held by ${names.join(", ")}${within(pool.shared, cell) ? "; shared" : ""}`;
@@ -124,8 +124,7 @@ function draw(node) {
   if (!pool || !node.clientWidth) return;
   const style = getComputedStyle(document.documentElement);
   const n = columns(node);
-  const shown = Math.min(Math.max(pool.cells, n * (ROWS - 1) + 1), cells(pool));
-  const rows = Math.ceil(shown / n);
+  const rows = Math.ceil(drawn(node) / n);
   const scale = devicePixelRatio || 1;
   const height = rows * (CELL + GAP);
   canvas.style.height = `${height}px`;

@@ -30,9 +30,9 @@ export function showPrefix({ prefix }) {
   const misses = prefix?.misses ?? {};
   const most = Math.max(1, ...Object.values(misses));
   const row = ([reason]) =>
-    h("div", { data: { reason } }, h("dt", {}, WHY[reason] ?? reason), h("i"), h("dd"));
+    h("div", { data: { reason } }, h("dt", {}, WHY[reason] ?? reason), h("dd"));
   follow($("prefix-misses"), Object.entries(misses), (m) => m[0], row, (node, [, n]) => {
-    node.children[1].style.setProperty("--share", n / most);
+    node.style.setProperty("--share", n / most);
     say(node.lastChild, count(n));
   });
 }

@@ -11,7 +11,10 @@ export function showRequests({ requests = [] }) {
   $("requests-empty").hidden = requests.length > 0;
   $("requests-table").hidden = requests.length === 0;
   const make = (one) => h("tr", { data: { request: one.id } }, ...Array.from({ length: 7 }, () => h("td")));
-  follow($("requests-table").tBodies[0], requests, (one) => one.id, make, (node, one) => {
+  const seen = new Map(); // clients choose ids, and may choose one twice
+  const key = ({ id }) => `${id} ${seen.set(id, (seen.get(id) ?? 0) + 1).get(id)}`;
+  const rows = requests.map((one) => ({ ...one, key: key(one) }));
+  follow($("requests-table").tBodies[0], rows, (one) => one.key, make, (node, one) => {
     node.dataset.state = one.state;
     const cells = [
       one.session ?? one.id,
