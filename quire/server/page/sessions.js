@@ -1,7 +1,7 @@
 // The tree of sessions: forks stand below what they came from, marks beside their session.
 
 import { at, call } from "./api.js";
-import { freeName, newTalk, openTalk, talkForked, talkOf, talkRewound } from "./chat.js";
+import { nameFor, newTalk, openTalk, talkClosed, talkForked, talkOf, talkRewound } from "./chat.js";
 import { mark as color } from "./colors.js";
 import { $, bytes, count, follow, h, notice, plural, say } from "./dom.js";
 import { pointOut } from "./pages.js";
@@ -78,13 +78,13 @@ async function press(button, act, id) {
 function askSure(button, id, sure) {
   button.classList.toggle("sure", sure);
   say(button, sure ? "Close for good?" : "Close");
-  button.ariaLabel = sure ? `Close ${id} for good?` : `Close ${id}`;
+  button.ariaLabel = sure ? `Close for good? ${id}` : `Close ${id}`; // begins with what is seen
   if (sure) notice(`Press again to close ${id} for good`);
 }
 
 const DO = {
   async fork(id) {
-    const made = await call("POST", at(id, "/fork"), { id: freeName(`${id}.`) });
+    const made = await call("POST", at(id, "/fork"), { id: nameFor(`${id}.`) });
     talkForked(id, made.id);
     notice(`Forked ${id}: ${made.id} shares ${plural(made.memory.pages_shared, "page")} with it`);
     return made.id;
@@ -99,6 +99,7 @@ const DO = {
   },
   async close(id) {
     await call("DELETE", at(id));
+    talkClosed(id);
     notice(`Closed ${id}`);
   },
 };
