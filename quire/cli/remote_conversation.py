@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,12 +72,15 @@ class RemoteConversation:
         asked = [*here.messages, {"role": "user", "content": text}]
         body = {**self._sampling, "model": self._model, "messages": asked, "session_id": here.id}
         try:
-            for piece in self._last.pieces(self._server.stream("/v1/chat/completions", body)):
-                said += piece
-                yield piece
+            with closing(self._server.stream("/v1/chat/completions", body)) as events:
+                for piece in self._last.pieces(events):
+                    said += piece
+                    yield piece
         except (KeyboardInterrupt, GeneratorExit):
             here.messages = [*asked, {"role": "assistant", "content": said}]
             here.ends.clear()  # it may still have been under way
+            with suppress(RequestError):  # the status tells what the session holds now
+                self._look()
             raise
         here.messages = [*asked, {"role": "assistant", "content": said}]
         self._look()

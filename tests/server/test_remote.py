@@ -150,6 +150,17 @@ def test_an_interrupt_ends_an_answer_and_not_the_conversation(rig: Rig, tmp_path
     assert rig.http.get("/v1/sessions").json()["data"] == []
 
 
+def test_the_status_is_true_after_an_interrupt(rig: Rig) -> None:
+    long = {"temperature": 0, "max_tokens": 500, "ignore_eos": True}
+    with closing(RemoteConversation(Remote(rig.url), long, {})) as talk:
+        answer = talk.say("Hello there")
+        next(answer)
+        answer.close()
+        (one,) = rig.http.get("/v1/sessions").json()["data"]
+        assert 0 < one["position"] < 500
+        assert talk.status().startswith(f"{one['position']} of ")
+
+
 def test_a_context_that_is_full_is_the_servers(rig: Rig) -> None:
     asked = ("run", "-n", "-1", "--ignore-eos", "Hello there", "--url", rig.url)
     assert "full; quire serve -c allows more" in CliRunner().invoke(main, asked).stderr
