@@ -6,7 +6,7 @@ import functools
 import http.client
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
@@ -57,7 +57,7 @@ class Remote:
         with self._heard(), self._sent(method, path, body) as answer:
             return json.loads(answer.read())
 
-    def stream(self, path: str, body: dict[str, Any]) -> Iterator[Any]:
+    def stream(self, path: str, body: dict[str, Any]) -> Generator[Any]:
         """What a stream gives, one object after the other."""
         with self._heard(), self._sent("POST", path, {**body, **_STREAM}) as answer:
             for line in answer:
