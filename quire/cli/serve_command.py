@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -74,4 +75,10 @@ def command(**options: Any) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     for model in settings.models:  # all of them, so that a wrong name is told now
         fetched(model)
-    serve(settings, lambda url: click.echo(f"serving at {url}", err=True))
+    serve(settings, _tell)
+
+
+def _tell(url: str) -> None:
+    """Says where it serves; a log that cannot be written is no reason to end."""
+    with suppress(OSError):
+        click.echo(f"serving at {url}", err=True)

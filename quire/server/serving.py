@@ -7,6 +7,7 @@ import gc
 import logging
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -90,7 +91,10 @@ class Server(uvicorn.Server):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._told) for number in _SIGNALS}
+        ending = {*_SIGNALS}
+        if sys.platform != "win32" and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            ending.add(signal.SIGHUP)  # its terminal is closed, and it was not started by `nohup`
+        before = {number: signal.signal(number, self._told) for number in ending}
         try:
             yield
         finally:

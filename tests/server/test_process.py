@@ -30,12 +30,14 @@ LONG = {"prompt": "It was a dark night", "temperature": 0, "ignore_eos": True, "
 class Process:
     """`quire serve`, until it is told to end."""
 
-    def __init__(self, folder: Path, *options: str, key: str = "") -> None:
+    def __init__(
+        self, folder: Path, *options: str, key: str = "", stderr: Any = subprocess.PIPE
+    ) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         command = [*RUN, "-m", DENSE, "--port", str(self.port), "--session-dir", str(folder)]
         self.process = subprocess.Popen(
-            [*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            [*command, *options], stdout=subprocess.PIPE, stderr=stderr, text=True,
             env={**os.environ, "NO_PROXY": "127.0.0.1"},
         )  # fmt: skip
         headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -89,6 +91,22 @@ def test_told_to_end_it_finishes_what_runs(tmp_path: Path) -> None:
         assert server.process.wait(20) == 0
         assert "Traceback" not in server.process.stderr.read()  # type: ignore[union-attr]
     assert (tmp_path / "kept.quire").is_file()
+
+
+def test_a_terminal_that_is_closed_ends_it_in_order(tmp_path: Path) -> None:
+    with Process(tmp_path, "--save-sessions", "drain") as server:
+        server.http.post("/v1/sessions", json={"id": "kept", "prompt": "Once upon a time"})
+        server.process.send_signal(signal.SIGHUP)
+        assert server.process.wait(20) == 0
+    assert (tmp_path / "kept.quire").is_file()
+
+
+def test_a_log_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
+    with Path("/dev/full").open("w") as full, Process(tmp_path, stderr=full) as server:
+        time.sleep(0.5)
+        server.chat("Hello")
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(20) == 0
 
 
 def test_told_to_end_it_answers_those_who_wait_too(tmp_path: Path) -> None:
