@@ -199,9 +199,27 @@ class Models:
                 except QuireError as error:
                     message = f"model {model.name!r} cannot be loaded: {error}"
                     raise ApiError(503, message, code="model_unavailable") from error
+            model.take(llm, self._failed)
+            await self._refit()
             for line in llm.notes:
                 log.warning("%s: %s", model.name, line)
-            model.take(llm, self._failed)
+
+    async def _refit(self) -> None:
+        """Contexts that nobody fixed become what fits, now that a model has come or gone.
+
+        What others keep for later counts: it gives way to a request, as it does when it is loaded.
+        """
+        loaded, budget = self.loaded, self.budget
+        if budget is None or not loaded:
+            return
+
+        def fit() -> None:
+            for one in loaded:
+                one.llm.engine.room.trim()
+            for follow in budget.followers:
+                follow()
+
+        await loaded[0].call(fit)
 
     async def _most_room(self) -> int:
         """Bytes that another model could have at most: so nobody gives way to it in vain."""
@@ -241,6 +259,7 @@ class Models:
         if model.loaded:
             await asyncio.to_thread(model.give().close)
             gc.unfreeze()  # what it consisted of can be garbage now
+            await self._refit()
 
     async def unload_idle(self) -> None:
         """Gives back those that nobody has used for as long as they stay."""

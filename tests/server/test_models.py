@@ -150,6 +150,18 @@ def test_what_one_model_keeps_for_later_gives_way_to_another(tmp_path: Path) -> 
         rig.llm.memory.audit()
 
 
+def test_what_another_model_keeps_for_later_makes_no_context_small(tmp_path: Path) -> None:
+    """However much of it there is when a model is loaded, and nobody said how long contexts are."""
+    with serving(tmp_path, DENSE, HYBRID, load={"memory_budget": 14_500_000}) as rig:
+        dense, hybrid = rig.state.models.by_name.values()
+        rig.post("/v1/sessions", prompt=[7] * 20)
+        for i in range(4):
+            rig.complete([5 + i] * 200, 1)
+            rig.complete("It was", 2, model="tiny-hybrid")
+            assert (dense.llm.n_ctx, hybrid.llm.n_ctx) == (2048, 2048)
+            rig.there(rig.state.models._unload(hybrid))
+
+
 def test_who_is_to_stay_for_ever_gives_way_last(tmp_path: Path) -> None:
     """As with Ollama: whose time is over first goes first, whoever was used last."""
     with serving(tmp_path, DENSE, HYBRID, MOE, load={"n_ctx": 600}) as rig:
