@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import secrets
 import time
@@ -20,6 +21,7 @@ from quire.server.models import Models, ServedModel
 from quire.server.session import NOTE, ServedSession, looked
 
 T = TypeVar("T")
+log = logging.getLogger("quire.server")
 _REMEMBERED = 10_000
 LONGEST_TTL = 10 * 365 * 86400.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -245,6 +247,15 @@ class Sessions:
             session.kept = kept
         position = session.session.position
         return {"object": "session.file", "name": name, "bytes": size, "position": position}
+
+    async def try_to_save(self, session: ServedSession) -> None:
+        """Saves a session unasked; whoever operates the server is told where that fails."""
+        try:
+            await self.save(session)
+        except (ApiError, SessionFileError) as error:  # a disk that is full says so every turn
+            log.error("session %s could not be saved: %s", session.id, error)
+        except Exception:
+            log.exception("session %s could not be saved", session.id)
 
     async def close(self, session: ServedSession) -> None:
         """Gives a session's pages back; a saved file stays."""

@@ -111,10 +111,7 @@ class State:
         await self.sessions.settled(self.settings.drain_s)
         for session in list(self.sessions.by_id.values()):
             if self.settings.save_sessions in ("turn", "drain"):
-                try:
-                    await self.sessions.save(session)
-                except Exception:
-                    log.exception("session %s could not be saved", session.id)
+                await self.sessions.try_to_save(session)
             await self.sessions.close(session)
         await self.models.close()
 

@@ -20,7 +20,7 @@ from quire.server.errors import ApiError, about, naming
 from quire.server.models import ServedModel
 from quire.server.run import Ask, Run
 from quire.server.session import ServedSession
-from quire.server.state import State, log
+from quire.server.state import State
 from quire.server.wire import Disconnected, EventStream, gone, while_connected
 
 T = TypeVar("T")
@@ -88,10 +88,7 @@ class Turn:
         self.run.close()
         await ask.model.call(lambda: session.settle(job, self.run.failure))
         if self.state.settings.save_sessions == "turn":
-            try:
-                await self.state.sessions.save(session)
-            except Exception:  # the answer was given: a disk that is full does not take it back
-                log.exception("session %s could not be saved", session.id)
+            await self.state.sessions.try_to_save(session)  # the answer was given, come what may
 
     async def close(self) -> None:
         """Gives everything back; once is enough, and whoever comes later waits for it too."""

@@ -27,6 +27,27 @@ def test_a_save_that_failed_keeps_no_file(tmp_path: Path) -> None:
         assert not (tmp_path / "own.quire").exists()
 
 
+def test_what_cannot_be_saved_after_a_turn_is_a_line_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One on each turn, for as long as the disk is full."""
+    folder = tmp_path / "sessions"
+    with serving(folder, save_sessions="turn") as rig:
+        rig.post("/v1/sessions", id="one")
+        rig.complete("Once upon", 2, session_id="one")
+        (folder / "one.quire").unlink()
+        folder.rmdir()
+        folder.touch()
+        caplog.clear()
+        rig.complete(" a time", 2, session_id="one")
+        (told,) = [one for one in caplog.records if one.name == "quire.server"]
+        assert "one could not be saved: one: cannot be saved: File exists" in told.getMessage()
+        assert told.exc_info is None
+        folder.unlink()
+        rig.complete(" there", 2, session_id="one")
+        assert (folder / "one.quire").is_file()
+
+
 @pytest.mark.parametrize("model", [DENSE, HYBRID])
 def test_sessions_survive_a_restart(tmp_path: Path, model: str) -> None:
     with serving(tmp_path, model, save_sessions="turn") as rig:
