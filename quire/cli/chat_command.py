@@ -131,7 +131,7 @@ def command(**options: Any) -> None:
 def _talk(conversation: Talk) -> None:
     """A conversation from its first line to its last."""
     try:
-        if sys.stdin.isatty() and sys.stdout.isatty():
+        if sys.stdin and sys.stdin.isatty() and sys.stdout.isatty():
             _with_person(conversation)
         else:
             _with_lines(conversation)
@@ -141,7 +141,7 @@ def _talk(conversation: Talk) -> None:
 
 def _with_lines(conversation: Talk) -> None:
     """Every line is a message; an interrupt ends it all."""
-    for line in sys.stdin:
+    for line in sys.stdin or ():  # it may be closed
         if line.strip() and _turn(conversation, line.strip()) is None:
             return
 

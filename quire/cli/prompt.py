@@ -23,6 +23,7 @@ def whole_prompt(prompt: str | None, asked: str | None, file: str | None) -> str
     if prompt is not None and asked is not None:
         raise RequestError("there are two prompts, PROMPT and -p; give one")
     prompt = asked if prompt is None else prompt
+    prompt = prompt and _as_typed(prompt)
     from_input = "-" in (prompt, file)
     parts = [prompt] if prompt is not None and prompt != "-" else []
     if file is not None and file != "-":
@@ -32,8 +33,6 @@ def whole_prompt(prompt: str | None, asked: str | None, file: str | None) -> str
         parts.append(typed)
     elif not parts:
         raise RequestError("standard input is empty, so there is nothing to answer")
-    if prompt is not None and not prompt.isascii():
-        _text(os.fsencode(prompt), "the prompt")
     text = "\n\n".join([*(part.rstrip("\n") for part in parts[:-1]), parts[-1]])
     if not text:
         raise RequestError("the prompt is empty, so there is nothing to answer")
@@ -90,6 +89,15 @@ def _bounded(stream: BinaryIO, name: str) -> bytes:
     if len(data) > _MOST_BYTES:
         raise RequestError(f"{name} has more than {_MOST_BYTES >> 20} MiB, too much for a prompt")
     return data
+
+
+def _as_typed(prompt: str) -> str:
+    """A prompt of a command line, which is UTF-8 also where the locale knows nothing but ASCII."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        return _text(os.fsencode(prompt), "the prompt")
+    return prompt
 
 
 def _text(data: bytes, name: str) -> str:

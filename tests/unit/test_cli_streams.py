@@ -116,6 +116,18 @@ def test_output_that_fails_is_a_sentence(path: str) -> None:
         assert b"Traceback" not in done.stderr and b"Exception" not in done.stderr
 
 
+def test_a_prompt_is_utf8_in_a_locale_that_is_not(path: str) -> None:
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = shell(path, "ä", after="</dev/null", **ascii_only)
+    assert done.returncode == 0 and b"cut after 4 tokens" in done.stderr
+
+
+def test_a_talk_without_input_is_over(path: str) -> None:
+    command = f'"{sys.executable}" -m quire chat -m "{path}" -t 1 <&-'
+    done = subprocess.run(["bash", "-c", command], capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
 def test_a_cut_answer_is_told(path: str) -> None:
     words = ("-m", path, "-t", "1", "--ignore-eos")
     cut = run("run", "hello", "-n", "3", *words)
