@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram
 from prometheus_client import generate_latest as latest
@@ -135,9 +135,8 @@ class _Now:
             usage.add_metric([model.name], pages / max(budget.limit - fixed, 1))
             held.add_metric([model.name], budget.used)
             limit.add_metric([model.name], budget.limit)
-            counts: dict[str, Any] = dict(engine.room.counts)
-            gone = counts.get("parked", 0) + counts.get("recomputed", 0)
-            preempted.add_metric([model.name], gone)
+        for model in self._state.models.by_name.values():  # what is counted never falls
+            preempted.add_metric([model.name], model.preempted)
         yield from (usage, held, limit, preempted)
 
 

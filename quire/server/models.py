@@ -48,6 +48,7 @@ class ServedModel:
         """Tokens of context that its file tells of, once somebody has looked."""
         self.aside = asyncio.Lock()
         """Held by whoever computes between the steps of others: see aside.py."""
+        self._preempted = 0  # sequences, of all the times that it was loaded before
         self._llm: LLM | None = None
         self._driver: Driver | None = None
 
@@ -62,6 +63,12 @@ class ServedModel:
         assert self._llm is not None, f"{self.name} is used without being loaded"
         return self._llm
 
+    @property
+    def preempted(self) -> int:
+        """Sequences that gave way since the server began."""
+        counts = self._llm.engine.room.counts if self._llm is not None else {}
+        return self._preempted + counts.get("parked", 0) + counts.get("recomputed", 0)
+
     def take(self, llm: LLM, failed: Callable[[BaseException], None]) -> None:
         """It is loaded now."""
         self._llm = llm
@@ -70,7 +77,7 @@ class ServedModel:
 
     def give(self) -> LLM:
         """It is not loaded any more; the caller closes it."""
-        llm = self.llm
+        llm, self._preempted = self.llm, self.preempted
         assert self._driver is not None
         self._driver.stop()
         self._llm = self._driver = self.keep_s = None
@@ -205,10 +212,7 @@ class Models:
                 log.warning("%s: %s", model.name, line)
 
     async def _refit(self) -> None:
-        """Contexts that nobody fixed become what fits, now that a model has come or gone.
-
-        What others keep for later counts: it gives way to a request, as it does when it is loaded.
-        """
+        """Contexts that nobody fixed become what fits beside what others cannot do without."""
         loaded, budget = self.loaded, self.budget
         if budget is None or not loaded:
             return

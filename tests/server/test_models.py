@@ -162,6 +162,19 @@ def test_what_another_model_keeps_for_later_makes_no_context_small(tmp_path: Pat
             rig.there(rig.state.models._unload(hybrid))
 
 
+def test_what_gave_way_is_counted_when_a_model_comes_again(tmp_path: Path) -> None:
+    with serving(tmp_path, DENSE, HYBRID) as rig:
+        model = rig.state.models.default
+        rig.complete("It was", 2)
+        model.llm.engine.room.counts["parked"] += 3
+        told = 'num_preemptions_total{model_name="tiny-dense"} 3.0'
+        assert told in rig.http.get("/metrics").text
+        rig.there(rig.state.models._unload(model))
+        assert told in rig.http.get("/metrics").text
+        rig.complete("It was", 2)
+        assert told in rig.http.get("/metrics").text
+
+
 def test_who_is_to_stay_for_ever_gives_way_last(tmp_path: Path) -> None:
     """As with Ollama: whose time is over first goes first, whoever was used last."""
     with serving(tmp_path, DENSE, HYBRID, MOE, load={"n_ctx": 600}) as rig:
