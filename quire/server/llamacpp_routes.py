@@ -236,7 +236,7 @@ async def _end(run: Run, body: LlamaBody, at: int, text: str, tokens: list[int])
         "index": at, "content": text, "tokens": tokens if body.return_tokens else [],
         "id_slot": -1, "stop": True, "model": run.ask.model.name,
         "tokens_predicted": len(job.token_ids), "tokens_evaluated": job.prompt_tokens,
-        "tokens_cached": job.sequence.cached, 
+        "tokens_cached": job.sequence.cached,
         "prompt": await in_thread(llm.decode, run.ask.prompts[at]),
         "truncated": _cut_off(run, at), "has_new_line": "\n" in text,
         "stop_type": kind, "stopping_word": word or "", "generation_settings": settings_of(run),
