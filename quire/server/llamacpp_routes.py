@@ -207,7 +207,7 @@ async def _events(turn: Turn, body: LlamaBody) -> AsyncGenerator[bytes, None]:
             yield event({"index": 0, "content": "", "tokens": [], "stop": False, **progress})
         async for delta in run.deltas():
             at, job = delta.choice, run.jobs[delta.choice]
-            if delta.text or not delta.finish_reason:
+            if delta.text or delta.token_ids:  # an end, or the rest of a stop string, has no text
                 yield event({
                     "index": at, "content": delta.text, "tokens": delta.token_ids, "stop": False,
                     "id_slot": -1, "tokens_predicted": len(job.token_ids),

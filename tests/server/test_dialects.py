@@ -158,6 +158,14 @@ def test_llamacpps_probabilities_and_fields(rig: Rig) -> None:
     streamed = rig.events("/completion", **body, n_probs=2)
     assert [p for e in streamed for p in e.get("completion_probabilities", [])] == told
     assert "completion_probabilities" not in rig.post("/completion", **body)
+    text = "".join(one["token"] for one in told)
+    body |= {"n_probs": 1, "stop": [text]}  # no token comes with a text
+    told = rig.post("/completion", **body, return_tokens=True)
+    streamed = rig.events("/completion", **body)
+    assert [token for e in streamed for token in e["tokens"]] == told["tokens"]
+    parts = [p for e in streamed for p in e.get("completion_probabilities", [])]
+    assert parts == told["completion_probabilities"] and len(parts) == 3
+    del body["stop"], body["n_probs"]
     fields = ["content", "timings/predicted_n", "nothing/here"]
     some = rig.post("/completion", **body, response_fields=fields)
     assert some == {"content": wanted.text, "timings/predicted_n": 3}
