@@ -47,13 +47,15 @@ class Case:
     context: int
     tokens: int
     sequences: int = 1
+    forks: bool = False
+    """Whether all sequences have the same pages, but for those of the new tokens."""
 
     @property
     def name(self) -> str:
         """For the table."""
         return (
             f"{self.heads[0]}/{self.heads[1]} heads x {self.dims}, {self.kind}, "
-            f"{self.sequences} x {self.tokens} new of {self.context}"
+            f"{self.sequences} x {self.tokens} new of {self.context}" + ", forks" * self.forks
         )
 
     def build(self, cpu: _cpu.Cpu) -> Callable[[], object]:
@@ -65,6 +67,9 @@ class Case:
         memory = np.full((pages_each * self.sequences, LAYERS * 2 * part), 60, np.uint8)
         tables = np.random.default_rng(0).permutation(len(memory)).astype(np.int32)
         tables = tables.reshape(self.sequences, pages_each)
+        if self.forks:
+            own = -(-self.tokens // PAGE_TOKENS)
+            tables[:, :-own] = tables[0, :-own]
         position = np.arange(self.context - self.tokens, self.context, dtype=np.int32)
         slots = tables[:, position // PAGE_TOKENS] * PAGE_TOKENS + position % PAGE_TOKENS
         pages = _cpu.Pages(
@@ -109,6 +114,7 @@ class Case:
 DECODE = [Case((9, 3), 64, kind, 2048, 1) for kind in ("f32", "f16", "bf16", "q8_0", "q4_0")] + [
     Case((9, 3), 64, "f16", 128, 1),
     Case((9, 3), 64, "f16", 1024, 1, 16),
+    Case((9, 3), 64, "f16", 1024, 1, 16, forks=True),
     Case((16, 8), 128, "f16", 2048, 1),
     Case((8, 8), 64, "f16", 2048, 1),
 ]
@@ -164,15 +170,15 @@ def main() -> None:
     for case in DECODE:
         us = median(case.build(cpu), args.seconds)
         results[case.name] = {"us": us, "gb_s": case.bytes / us / 1e3}
-        print(f"{case.name:52} {us:9.1f} µs {case.bytes / us / 1e3:6.1f} GB/s")
+        print(f"{case.name:54} {us:9.1f} µs {case.bytes / us / 1e3:6.1f} GB/s")
     for case in PREFILL:
         us = median(case.build(cpu), args.seconds)
         results[case.name] = {"us": us, "gflop_s": case.flops / us / 1e3}
-        print(f"{case.name:52} {us:9.1f} µs {case.flops / us / 1e3:6.1f} GFLOP/s")
+        print(f"{case.name:54} {us:9.1f} µs {case.flops / us / 1e3:6.1f} GFLOP/s")
     for vocab in (49_152, 151_936):
         for name, us in sampling(cpu, vocab, args.seconds / 2).items():
             results[name] = {"us": us}
-            print(f"{name:52} {us:9.1f} µs")
+            print(f"{name:54} {us:9.1f} µs")
     head = {"isa": cpu.isa, "threads": cpu.threads, "copy_gb_s": copy, "product_gflop_s": product}
     print(json.dumps({**head, "results": results}))
 

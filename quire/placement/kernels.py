@@ -62,14 +62,14 @@ def walks(step: Step) -> list[int]:
 
 
 class Tiles:
-    """What attention takes for itself: csrc/pages.h and attention.cpp."""
+    """What attention takes for itself: csrc/attention_plan.h and attention.cpp."""
 
     def __init__(self, heads: Heads, step: Step, threads: int) -> None:
         group = heads.n_heads // heads.n_kv_heads
         most = max(96 // group, 1)
         padded = -(-heads.head_dim_v // 16) * 16
         state = padded + 16
-        n = min(step.tokens, most) * group
+        n = min(max(step.tokens, step.sequences), most) * group
         self.scratch = -(-n * heads.head_dim_k // 16) * 16 + 6 * 128 + 2 * n * state
         self.scratch += 128 * (heads.head_dim_k + padded)
         tiles = []
@@ -88,3 +88,5 @@ class Tiles:
             if threads > 1 and parts > 1:
                 partial += heads.n_kv_heads * segments * rows * group
         self.partial = partial * state
+        # What pages come to that several read together, a token each.
+        self.sums = step.sequences * heads.n_heads * state if step.sequences > 1 else 0

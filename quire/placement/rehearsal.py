@@ -216,7 +216,8 @@ class RehearsedOps:
         out = Shape(self, qkv.shape[0], heads.n_heads * heads.head_dim_v)
         if kernels := self._kernels:
             tiles = Tiles(heads, self.step, kernels.threads)
-            held = Shape(self, kernels.threads, tiles.scratch), Shape(self, 1, tiles.partial)
+            floats = tiles.partial + tiles.sums
+            held = Shape(self, kernels.threads, tiles.scratch), Shape(self, 1, floats)
             del held
         return out
 

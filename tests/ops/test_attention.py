@@ -321,6 +321,33 @@ def test_company_changes_no_bit(isa: str, rig: Rig) -> None:
         done += count
 
 
+@pytest.mark.parametrize("rig", SAME)
+def test_who_else_reads_the_same_pages_changes_no_bit(isa: str, rig: Rig) -> None:
+    """Forks side by side that share all of a beginning or parts, and others among them."""
+    trunk = values(rig, 400)
+    own = replace(rig, n_pages=512)
+    own.run(cpu(isa), own.pages([(0, 400)]), trunk)
+    shared = {1: 400, 2: 384, 3: 384, 4: 130, 5: 160, 6: 127, 7: 257, 8: 272}
+    for seq, slots in shared.items():
+        whole = slots // rig.page_tokens
+        own.tables[seq], own.length[seq] = own.tables[0][:whole], whole * rig.page_tokens
+    work = [(1, 1), (2, 1), (3, 40), (9, 5), (0, 3), (4, 1), (5, 7), (6, 1), (8, 2), (7, 1)]
+    for counts in (work, work[::-1], [(seq, 1) for seq, _ in work]):
+        pages = own.pages(counts)
+        batch = values(own, len(pages.slots), 7)
+        for threads in (1, 2, 3):
+            got = own.run(cpu(isa, threads), pages, batch)
+            for row, (_, count) in enumerate(counts):
+                mine = pages.seq_rows == row
+                one = replace(
+                    pages, tables=pages.tables[row : row + 1], first=pages.first[row : row + 1],
+                    length=pages.length[row : row + 1], slots=pages.slots[mine],
+                    positions=pages.positions[mine], seq_rows=np.zeros(count, np.int32),
+                )  # fmt: skip
+                alone = own.run(cpu(isa, 1), one, batch[mine])
+                np.testing.assert_array_equal(got[mine].view(np.int32), alone.view(np.int32))
+
+
 def test_splitting_a_long_context_changes_no_bit(isa: str) -> None:
     rig = Rig(Heads(8, 2, 64, 64, scale=0.2), "q8_0", n_pages=128)
     qkv = values(rig, 1901)

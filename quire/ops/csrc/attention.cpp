@@ -23,7 +23,7 @@ struct Segment {
     const void* keys[SEGMENT_BLOCKS];
     ValueBlock values[SEGMENT_BLOCKS];
     bool stage_keys, stage_values;
-    bool once;                                 // one token reads them
+    bool fetched;                              // they come from memory, and are fetched ahead
     int base;                                  // slot of key 0 (negative before the first page)
     int from, to;                              // keys that the tile sees
     uint16_t seen[TILE_ROWS][SEGMENT_BLOCKS];  // with holes: which of them each token sees
@@ -78,6 +78,21 @@ unsigned needed_keys(const AttendJob& job, const Tile& tile, Segment& g, int b) 
     return needed;
 }
 
+inline const char* keys_at(const AttendJob& job, const Tile& tile, int head, int slot) {
+    const AttentionShape& s = *job.shape;
+    const PageView& pages = *job.pages;
+    const int64_t page = pages.tables[tile.seq * pages.max_pages + slot / pages.page_tokens];
+    const char* part = pages.base + page * pages.page_bytes + job.k_offset;
+    return part + head * pages.page_tokens * row_bytes(s.type_k, s.dk) + key_block(s.type_k, s.dk, slot % pages.page_tokens);
+}
+
+// The keys that are read after a block's values: the same block's of the next head, or where others have that one, of
+// the next segment.
+inline const char* next_keys(const AttendJob& job, const Tile& tile, int head, int slot) {
+    if (!tile.shared) return head + 1 < job.shape->n_kv_heads ? keys_at(job, tile, head + 1, slot) : nullptr;
+    return slot + SEGMENT < tile.end ? keys_at(job, tile, head, slot + SEGMENT) : nullptr;
+}
+
 // Keys and values are read in place or staged: converted to float32 once. Staging also clears holes,
 // so that what lies there cannot reach a sum; a page of holes only is not touched.
 void open_block(const AttendJob& job, const Tile& tile, int head, const Scratch& c, Segment& g, int b) {
@@ -95,14 +110,13 @@ void open_block(const AttendJob& job, const Tile& tile, int head, const Scratch&
     const int slot = g.base + b * BLOCK, in_page = slot % pages.page_tokens;
     const int64_t page = pages.tables[tile.seq * pages.max_pages + slot / pages.page_tokens];
     const char* start = pages.base + page * pages.page_bytes;
-    const char* k_part = start + job.k_offset + head * pages.page_tokens * row_bytes(s.type_k, s.dk);
     const char* v_part = start + job.v_offset + head * pages.page_tokens * row_bytes(s.type_v, s.dv);
-    const char* block = k_part + key_block(s.type_k, s.dk, in_page);
+    const char* block = keys_at(job, tile, head, slot);
     if (g.stage_keys) load_keys(s.type_k, block, s.dk, keys);
     else g.keys[b] = block;
     if (g.stage_values) load_values(s.type_v, v_part, s.dv, pages.page_tokens, in_page, needed, values, s.dv_padded);
     else g.values[b] = value_block(s.type_v, v_part, s.dv, pages.page_tokens, in_page);
-    if (g.once && head + 1 < s.n_kv_heads) g.values[b].next = block + pages.page_tokens * row_bytes(s.type_k, s.dk);
+    if (g.fetched) g.values[b].next = next_keys(job, tile, head, slot);
 }
 
 void open_segment(const AttendJob& job, const Tile& tile, int head, int number, const Scratch& c, Segment& g) {
@@ -110,7 +124,7 @@ void open_segment(const AttendJob& job, const Tile& tile, int head, int number, 
     const bool holes = job.pages->slot_positions, many = tile.rows * s.group > ROWS;
     g.stage_keys = holes || (many && s.type_k >= COSTLY);
     g.stage_values = holes || (many && s.type_v >= COSTLY) || s.dv != s.dv_padded;
-    g.once = tile.rows == 1;
+    g.fetched = tile.rows == 1 || tile.shared;
     g.base = number * SEGMENT - job.pages->phase[tile.seq];
     g.from = tile.begin > g.base ? tile.begin - g.base : 0;
     g.to = tile.end - g.base < SEGMENT ? tile.end - g.base : SEGMENT;
@@ -178,7 +192,7 @@ void attend_rows(const AttentionShape& s, const Segment& g, int n, const float* 
     }
     if (low >= high) return;
     const KvType type_k = g.stage_keys ? KvType::f32 : s.type_k, type_v = g.stage_values ? KvType::f32 : s.type_v;
-    const ValueBlock* fetched = g.once ? g.values : nullptr;
+    const ValueBlock* fetched = g.fetched ? g.values : nullptr;
     scores_of[int(type_k)][n - 1](q, s.dk, g.keys, fetched, low / BLOCK, (high + BLOCK - 1) / BLOCK, scores);
     for (int r = 0; r < n; r++) {
         if (from[r] >= to[r]) continue;
@@ -199,7 +213,7 @@ void attend_rows(const AttentionShape& s, const Segment& g, int n, const float* 
             weighs[0](scores + r * SEGMENT, g.values, s.dv_padded, all_to, to[r], part + r * stride, stride);
 }
 
-void attend_segment(const AttendJob& job, const Tile& tile, const Segment& g, const Scratch& c, float* part) {
+void attend_segment(const AttendJob& job, const Tile& tile, Segment& g, const Scratch& c, float* part) {
     const AttentionShape& s = *job.shape;
     const int rows = tile.rows * s.group;
     const int steps = (rows + ROWS - 1) / ROWS, step = (rows + steps - 1) / steps;
@@ -216,6 +230,9 @@ void attend_segment(const AttendJob& job, const Tile& tile, const Segment& g, co
             seen[i] = job.pages->slot_positions ? g.seen[token] : nullptr;
         }
         attend_rows(s, g, n, c.q + int64_t(r) * s.dk, c.s, from, to, seen, part + r * state_stride(s));
+        if (!g.fetched) continue;
+        g.fetched = false;  // once is enough
+        for (ValueBlock& values : g.values) values.next = nullptr;
     }
 }
 
@@ -251,6 +268,15 @@ inline void clear(const AttentionShape& s, int rows, float* state) {
     std::memset(state, 0, size_t(rows * state_stride(s)) * 4);
 }
 
+// Where a tile's rows are summed up, if not in a thread's own memory.
+inline float* sums_of(const AttendJob& job, const Tile& tile, int head) {
+    if (tile.sums < 0) return nullptr;
+    return job.sums + (head * job.n_sums + tile.sums) * job.shape->group * state_stride(*job.shape);
+}
+
+// Whether others have summed up what lies before a tile.
+inline bool goes_on(const Tile& tile) { return tile.sums >= 0 && !tile.shared; }
+
 void attend(const AttendJob& job, const Tile& tile, int head, int from, int to, float* partial, float* memory) {
     const AttentionShape& s = *job.shape;
     const int rows = tile.rows * s.group;
@@ -259,24 +285,27 @@ void attend(const AttendJob& job, const Tile& tile, int head, int from, int to, 
         const float* q = job.q + (tile.row + r / s.group) * job.q_stride + (head * s.group + r % s.group) * s.dk;
         for (int d = 0; d < s.dk; d++) c.q[int64_t(r) * s.dk + d] = q[d] * s.scale;
     }
-    if (!partial) clear(s, rows, c.state);
+    float* sums = sums_of(job, tile, head);
+    float* state = sums ? sums : c.state;
+    if (!partial && !goes_on(tile)) clear(s, rows, state);
     Segment g;
     for (int i = from; i < to; i++) {
         open_segment(job, tile, head, tile.first_segment + i, c, g);
         float* part = partial ? partial + i * rows * state_stride(s) : c.part;
         attend_segment(job, tile, g, c, part);
         if (partial) continue;
-        for (int r = 0; r < rows; r++) fold(s, c.state + r * state_stride(s), part + r * state_stride(s));
+        for (int r = 0; r < rows; r++) fold(s, state + r * state_stride(s), part + r * state_stride(s));
     }
-    if (!partial) finish(job, tile, head, c.state);
+    if (!partial && !tile.shared) finish(job, tile, head, state);
 }
 
 void join(const AttendJob& job, const Tile& tile, int head, float* partial) {
     const AttentionShape& s = *job.shape;
     const int64_t rows = tile.rows * s.group, stride = state_stride(s);
-    for (int i = 1; i < tile.segments; i++)
-        for (int64_t r = 0; r < rows; r++) fold(s, partial + r * stride, partial + (i * rows + r) * stride);
-    finish(job, tile, head, partial);
+    float* state = goes_on(tile) ? sums_of(job, tile, head) : partial;
+    for (int i = goes_on(tile) ? 0 : 1; i < tile.segments; i++)
+        for (int64_t r = 0; r < rows; r++) fold(s, state + r * stride, partial + (i * rows + r) * stride);
+    finish(job, tile, head, state);
 }
 
 }  // namespace

@@ -23,7 +23,8 @@ enum class KvType : int { f32, f16, bf16, q8_0, q4_0 };
 constexpr int BLOCK = 16;
 constexpr int SEGMENT = 128;
 constexpr int SEGMENT_BLOCKS = SEGMENT / BLOCK;
-constexpr int TILE_ROWS = 96;     // query rows (tokens x heads of a group) of a tile, unless one token has more
+constexpr int ROWS = 6;          // query rows (tokens x heads of a group) that are computed together, at most
+constexpr int TILE_ROWS = 96;     // rows of a tile, unless one token has more
 constexpr int STATE_EXTRA = 16;   // floats after a row's sums: its maximum, its total, padding
 constexpr int MAX_HEAD_DIM = 1024;
 
@@ -56,12 +57,15 @@ struct PageView {
     const int32_t *begin, *end;  // [n_tokens]: every slot a token sees lies in [begin, end)
 };
 
-// Consecutive tokens of one sequence that are attended together.
+// Consecutive tokens of one sequence that are attended together; or one each of several (`shared`) whose tables begin
+// alike, over whole segments of that beginning. Their sums are left for the tiles that go on behind it.
 struct Tile {
     int32_t seq, row, rows;
-    int32_t begin, end;     // slots that any of them sees
+    int32_t begin, end;     // slots that any of them sees and that are this tile's
     int32_t first_segment;  // of `begin`
     int32_t segments;
+    bool shared;
+    int32_t sums;  // where those sums are: a row, or -1
 };
 
 struct AttendJob {
@@ -69,7 +73,9 @@ struct AttendJob {
     const PageView* pages;
     const float* q;  // [n][q_stride]
     int64_t q_stride;
-    float* out;  // [n][n_heads * dv]
+    float* out;   // [n][n_heads * dv]
+    float* sums;  // [n_kv_heads][n_sums][group][dv_padded + STATE_EXTRA] of shared tiles
+    int64_t n_sums;
     int64_t k_offset, v_offset;
 };
 

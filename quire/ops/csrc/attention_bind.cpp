@@ -47,7 +47,8 @@ Array attend_pages(Cpu& cpu, const Array& q, const AttentionShape& shape, Pages&
     Array out = cpu.array(q.rows, int64_t(shape.n_heads) * shape.dv);
     Array scratch = cpu.array(cpu.pool.size(), kernels.scratch(shape, plan.most_rows));
     Array partial = cpu.array(plan.partial_rows, shape.dv_padded + STATE_EXTRA);
-    const AttendJob job{&shape, &view, q.data, q.cols, out.data, k_offset, v_offset};
+    Array sums = cpu.array(plan.sums * shape.n_heads, shape.dv_padded + STATE_EXTRA);
+    const AttendJob job{&shape, &view, q.data, q.cols, out.data, sums.data, plan.sums, k_offset, v_offset};
     auto work = [&](int64_t from, int64_t to, int thread) {
         for (int64_t i = from; i < to; i++) {
             const Item& item = plan.items[size_t(i)];
@@ -66,11 +67,15 @@ Array attend_pages(Cpu& cpu, const Array& q, const AttentionShape& shape, Pages&
             }
         }
     };
-    const int64_t count = int64_t(plan.items.size());
+    if (plan.shared_items) cpu.pool.parallel(plan.shared_items, 1, work);
+    const int64_t count = int64_t(plan.items.size()) - plan.shared_items;
     const bool small = plan.scores * (shape.dk + shape.dv) < 200'000;  // not worth waking anybody
     // The heads of a token lie side by side in its pages: where there is enough for all threads, one has them all.
-    const bool many = plan.most_rows == 1 && count >= int64_t(8) * shape.n_kv_heads * cpu.pool.size();
-    cpu.pool.parallel(count, small ? count : many ? shape.n_kv_heads : 1, work);
+    const bool many = plan.single && count >= int64_t(8) * shape.n_kv_heads * cpu.pool.size();
+    cpu.pool.parallel(count, small ? count : many ? shape.n_kv_heads : 1,
+                      [&](int64_t from, int64_t to, int thread) {
+                          work(plan.shared_items + from, plan.shared_items + to, thread);
+                      });
     return out;
 }
 

@@ -9,8 +9,6 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
-constexpr int ROWS = 6;  // query rows that are computed together, at most
-
 // Keys and values lie in pieces too short for a processor to see where it goes on. So where they are read once,
 // values are fetched while their keys are multiplied, and the next keys while values are: into the second cache, since
 // the first can only wait for a few lines at a time.
