@@ -70,7 +70,7 @@ def _need_compiler() -> ctypes.CDLL:
 
 def source_of(names: Sequence[str]) -> str:
     """Files of csrc one after the other: the later ones use the earlier."""
-    return "\n".join((SOURCES / f"{name}.cu").read_text() for name in names)
+    return "\n".join((SOURCES / f"{name}.cu").read_text("utf-8") for name in names)
 
 
 def compile_source(source: str, architecture: str, defines: dict[str, object]) -> bytes:
