@@ -122,9 +122,7 @@ class Sessions:
             if id in self._deleted or not self.path(id).is_file():
                 raise not_found("session", id, code="session_not_found")
             if id not in self._named:
-                task = self._task(self._open(id, id, model))
-                self._named[id] = model, task
-                task.add_done_callback(lambda _: self._named.pop(id))
+                self._named[id] = model, self._task(self._opened(id, model))
             meant, opening = self._named[id]
             try:
                 await asyncio.shield(opening)
@@ -134,6 +132,12 @@ class Sessions:
                     return  # somebody opened it by its file's name meanwhile
                 if meant in (None, model) or isinstance(error, ApiError):
                     raise  # else it may be of this model, and not of the one that another named
+
+    async def _opened(self, id: str, model: ServedModel | None) -> ServedSession:
+        try:
+            return await self._open(id, id, model)
+        finally:  # before it is done: whoever waits for what is done lets nobody else go on
+            del self._named[id]
 
     def path(self, name: str) -> Path:
         """Where a session of this name is saved; never through a link."""

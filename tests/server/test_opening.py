@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterator
@@ -12,7 +13,9 @@ from typing import Any
 import pytest
 
 from quire.api.llm import LLM
+from quire.errors import SessionFileError
 from quire.memory.saved.read import Reading
+from quire.server.sessions import Sessions
 from tests.server.rig import DENSE, HYBRID, Rig, serving
 from tests.server.test_leaving import send, until
 
@@ -200,6 +203,38 @@ def test_whoever_names_another_model_keeps_nobody_from_a_session(
         assert right.result(20)["model"] == "tiny-hybrid"
         assert "another model" in wrong.result(20)["message"]
         rig.state.sessions.by_id["hybrid"].kept = True
+
+
+def test_who_names_another_model_just_as_an_opening_fails_opens_it_anew(tmp_path: Path) -> None:
+    """Before anybody was told that it failed: who waited for that again, would do so for ever."""
+    (tmp_path / "y.quire").touch()
+    models: list[Any] = [object(), object()]
+    opened: list[Any] = []
+    looked = 0
+
+    class Failing(Sessions):
+        async def _open(self, id: str, name: str, model: Any) -> Any:
+            opened.append(model)
+            await end.wait()
+            raise SessionFileError("it is of another model")
+
+        def path(self, name: str) -> Path:
+            nonlocal looked
+            looked += 1
+            assert looked < 100, "it goes round and round"
+            return super().path(name)
+
+    async def both() -> list[Any]:
+        sessions = Failing(no_models, tmp_path, False)
+        first = asyncio.create_task(sessions.get("y", models[0]))
+        await asyncio.sleep(0.01)
+        end.set()
+        return await asyncio.gather(first, sessions.get("y", models[1]), return_exceptions=True)
+
+    no_models: Any = None
+    end = asyncio.Event()
+    assert list(map(type, asyncio.run(both()))) == [SessionFileError] * 2
+    assert opened == models
 
 
 def test_whoever_opens_a_file_keeps_nobody_from_its_session(
