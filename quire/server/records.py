@@ -21,7 +21,9 @@ from quire.server.metrics import Metrics, reason_of
 from quire.server.run import Ask, Run
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_UNSEEN = re.compile("[\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+_UNSEEN = re.compile(
+    "[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]"
+)
 """What JSON leaves as it is, and ends a line or commands a terminal where the log is read."""
 _RECENT = 8
 _current: ContextVar[Record | None] = ContextVar("record", default=None)

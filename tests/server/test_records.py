@@ -53,7 +53,8 @@ def test_what_clients_write_ends_no_line_of_the_log(
     rig: Rig, lines: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nor does it command the terminal that the log is read in."""
-    odd = "/no/\x0a\x1b[31m\x7f\x85\x9b31m\u2028\u2029\u202e\u2067/\u00e9"
+    odd = "/no/\x0a\x1b[31m\x7f\x85\x9b31m\u2028\u2029\u202e\u2067"
+    odd += "\u061c\u206a\ufeff\ufffa\U000e0041/\u00e9"
     rig.http.get(quote(odd))
     (line,) = lines(odd)
     assert line["status"] == 404
