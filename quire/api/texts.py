@@ -134,10 +134,10 @@ class Texts:
             thinking, many = style.thinking(text), name is None and not one_call
             calls = partial(call_grammar, style, wanted, self._control_token, thinking, many)
         if calls and mode == "required":
-            constraint = calls()
+            constraint = calls()  # held to the schemas
         before = before_answer(style, text, self._control_token)
         tokens = self.text_tokens(text, most_tokens)
-        may_call = calls if style.marks_calls else None
+        may_call = partial(calls, held=False) if calls and style.marks_calls else None
         return ChatPrompt(text, tokens, style, known, constraint, before, may_call)
 
     def _shown(self, tools: object) -> tuple[list[dict[str, Any]] | None, Tools | None]:

@@ -24,6 +24,7 @@ from quire.server.state import State
 from quire.server.turn import Turn, asked_model
 from quire.server.wire import DONE, FINGERPRINT, as_json, event, read_as, refused
 from quire.text.answers import Answer
+from quire.types import Constraint
 
 
 class ChatBody(Common, kw_only=True):
@@ -103,15 +104,17 @@ async def _begun(request: Request, body: ChatBody, words: Mapping[str, str]) -> 
     model = await asked_model(request, body)
 
     async def ask(llm: LLM, session: ServedSession | None) -> Ask:
-        prompt: ChatPrompt = await in_thread(
-            chat_prompt, llm, body.messages, body.tools, body.tool_choice,
-            body.template_options, body.add_generation_prompt, body.continue_final_message,
-            body.one_call,
-        )  # fmt: skip
+        def read() -> tuple[ChatPrompt, Constraint | None]:
+            prompt = chat_prompt(
+                llm, body.messages, body.tools, body.tool_choice, body.template_options,
+                body.add_generation_prompt, body.continue_final_message, body.one_call,
+            )  # fmt: skip
+            return prompt, prompt.only(constraint)
+
+        prompt, only = await in_thread(read)
         sampling = body.sampling(body.most_tokens, body.tops, llm.chat_sampling)
         return Ask(
-            model, [prompt.tokens], sampling, n, (*stops, *prompt.stop),
-            prompt.only(constraint),
+            model, [prompt.tokens], sampling, n, (*stops, *prompt.stop), only,
             words.get(constraint_in, constraint_in), salt, request.scope["quire.key"],
             body.rank, session, prompt, whole=True,
         )  # fmt: skip
@@ -163,7 +166,7 @@ class _Answer:
             parts[part.choice].append(part)
         choices = []
         for index, said in enumerate(parts):
-            answer = sum((one.answer for one in said), Answer())
+            answer = Answer.of([one.answer for one in said])
             logprobs = await self._logprobs([one for part in said for one in part.logprobs])
             choices.append({
                 "index": index, "message": _message(answer), "logprobs": logprobs,
@@ -191,7 +194,9 @@ class _Answer:
                     calls[part.choice] += len(part.answer.tool_calls)
                     logprobs = await self._logprobs(part.logprobs)
                     choice = _choice(part.choice, delta, logprobs, None)
-                    yield event({**head, "choices": [choice], **usage, **watched.token()})
+                    yield event(
+                        {**head, "choices": [choice], **usage, **watched.token(part.choice)}
+                    )
                 if part.finish_reason:
                     going -= 1
                     end = self._end(usage=False) if not going and not usage else {}

@@ -10,6 +10,7 @@ text. White space between text and a mark is neither's.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.text.calls import ReadCalls, Tools, Unfinished, tool_call
@@ -35,6 +36,15 @@ class Answer:
 
     def __bool__(self) -> bool:
         return bool(self.text or self.reasoning or self.tool_calls)
+
+    @staticmethod
+    def of(parts: Sequence[Answer]) -> Answer:
+        """The whole of many parts; one by one, each would be copied as often as more follow."""
+        return Answer(
+            "".join(part.text for part in parts),
+            "".join(part.reasoning for part in parts),
+            tuple(call for part in parts for call in part.tool_calls),
+        )
 
 
 @dataclass(frozen=True)

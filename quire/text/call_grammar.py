@@ -16,6 +16,8 @@ TokenId = Callable[[str], int | None]
 """The id of a control token by its text; None where it is plain text."""
 
 _TEXT = "/(?s:.*)/"
+_MOST_SCHEMAS = 256 << 10
+"""Characters of schemas in one grammar: each parameter's has what the tool's parameters share."""
 _TURN = "<|start|>assistant"
 # As models were taught: one space after colons and commas, and none elsewhere.
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -27,15 +29,19 @@ _JSON_CALLS = {  # what stands before and behind a name and its arguments, and b
 
 
 def call_grammar(
-    style: Style, tools: Tools, token_id: TokenId, thinking: bool = False, many: bool = False
-) -> Grammar:
-    """What a model that answers in a style must write to call one of these tools, or more."""
+    style: Style, tools: Tools, token_id: TokenId, thinking: bool = False, many: bool = False,
+    held: bool = True,
+) -> Grammar:  # fmt: skip
+    """What a model that answers in a style must write to call one of these tools, or more.
+
+    Held, arguments fit their schemas; else they are any. A schema may say what no grammar can.
+    """
     if not style.name:
         raise RequestError(
             "tool_choice cannot be kept to: it is not known how this model writes calls; leave it "
             "at 'auto'"
         )
-    return Grammar(_CallGrammar(style, tools, token_id, many).lark(thinking))
+    return Grammar(_CallGrammar(style, tools, token_id, many, held).lark(thinking))
 
 
 def before_answer(style: Style, prompt: str, token_id: TokenId) -> str:
@@ -97,10 +103,15 @@ class _Rules:
 class _CallGrammar(_Rules):
     """A call of one of some tools, or more."""
 
-    def __init__(self, style: Style, tools: Tools, token_id: TokenId, many: bool) -> None:
+    def __init__(
+        self, style: Style, tools: Tools, token_id: TokenId, many: bool, held: bool
+    ) -> None:
         super().__init__(style, token_id)
         self._tools = tools
         self._many = many
+        self._held = held
+        self._schemas = 0  # characters of them
+        self._any_object = "" if held else self.rule(self._json_of({"type": "object"}))
 
     def lark(self, thinking: bool) -> str:
         """The whole grammar."""
@@ -122,7 +133,15 @@ class _CallGrammar(_Rules):
         return f"{one} ({gap} {one})*" if self._many else one
 
     def _arguments(self, schema: Mapping[str, Any]) -> str:
-        return _json_rule({"additionalProperties": False, **schema})
+        return self._any_object or self._json_of({"additionalProperties": False, **schema})
+
+    def _json_of(self, schema: Mapping[str, Any]) -> str:
+        """JSON that fits a schema."""
+        text = json.dumps(plain({**schema, "x-guidance": _COMPACT}))
+        self._schemas += len(text)
+        if self._schemas > _MOST_SCHEMAS:
+            raise RequestError("the tools' schemas are too long to hold calls to them", "tools")
+        return f"%json {text}"
 
     def _json(self) -> str:
         before, behind, gap = _JSON_CALLS[self._style.name]
@@ -172,11 +191,13 @@ class _CallGrammar(_Rules):
                 return f"{known} {_quoted(end)}"
             if schema.get("type") == "string":
                 return self.until(end)
-            return f"{_json_rule(schema)} {_quoted(end)}"
+            return f"{self._json_of(schema)} {_quoted(end)}"
 
         def call(name: str, schema: Mapping[str, Any]) -> str:
             parts = [_quoted(f"<tool_call>\n<function={name}>\n")]
-            for key, one, needed in _parameters(schema):
+            if not self._held:
+                parts.append(f'("<parameter=" /[^<>\\n]+/ ">\\n" {self.until(end)})*')
+            for key, one, needed in _parameters(schema) if self._held else []:
                 text = f"{_quoted(f'<parameter={key}>' + chr(10))} {value(one)}"
                 parts.append(text if needed else f"({text})?")
             return " ".join([*parts, _quoted("</function>\n</tool_call>")])
@@ -187,7 +208,8 @@ class _CallGrammar(_Rules):
     def _python(self) -> str:
         one = self._each(
             lambda name, schema: (
-                f'{_quoted(name + "(")} {self._listed(schema, "=", ", ", _json_rule)} ")"'
+                f"{_quoted(name + '(')} "
+                f'{self._listed(schema, "/[A-Za-z_][A-Za-z_0-9]*/", "=", ", ", self._json_of)} ")"'
             )
         )
         open, close = self.mark("<|tool_call_start|>"), self.mark("<|tool_call_end|>")
@@ -198,7 +220,8 @@ class _CallGrammar(_Rules):
         text = f"{mark} {self.until(quote)}"
         any_value = self.rule("")  # it refers to itself
         number = int(any_value[1:])
-        pair = '/[^:{}\\[\\],]+/ ":" ' + any_value
+        key = "/[^:{}\\[\\],]+/"
+        pair = f'{key} ":" {any_value}'
         self._rules[number] = (
             f"{any_value}: {text} | /-?[0-9]+(\\.[0-9]+)?/ | /true|false|null/ "
             f'| "[" ({any_value} ("," {any_value})*)? "]" | "{{" ({pair} ("," {pair})*)? "}}"'
@@ -210,11 +233,11 @@ class _CallGrammar(_Rules):
             if schema.get("type") == "string":
                 return text
             scalar = schema.get("type") in ("integer", "number", "boolean")
-            return _json_rule(schema) if scalar else any_value
+            return self._json_of(schema) if scalar else any_value
 
         one = self._each(
             lambda name, schema: (
-                f'{_quoted(f"call:{name}{{")} {self._listed(schema, ":", ",", value)} "}}"'
+                f'{_quoted(f"call:{name}{{")} {self._listed(schema, key, ":", ",", value)} "}}"'
             )
         )
         assert self._style.calls is not None
@@ -222,10 +245,13 @@ class _CallGrammar(_Rules):
         return self._several(self.rule(f"{self.mark(open)} {one} {self.mark(close)}"))
 
     def _listed(
-        self, schema: Mapping[str, Any], equals: str, comma: str,
+        self, schema: Mapping[str, Any], any_key: str, equals: str, comma: str,
         value: Callable[[Mapping[str, Any]], str],
     ) -> str:  # fmt: skip
-        """Parameters in order, with commas between those that are there."""
+        """Parameters in order, with commas between those that are there; or any, in any order."""
+        if not self._held:
+            pair = f"{any_key} {_quoted(equals)} {value({})}"
+            return f"({pair} ({_quoted(comma)} {pair})*)?"
         first, rest = '""', '""'
         for key, one, needed in reversed(_parameters(schema)):
             pair = f"{_quoted(key + equals)} {value(one)}"
@@ -238,10 +264,6 @@ class _CallGrammar(_Rules):
 
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
-
-
-def _json_rule(schema: Mapping[str, Any]) -> str:
-    return f"%json {json.dumps(plain({**schema, 'x-guidance': _COMPACT}))}"
 
 
 def _choices(schema: Mapping[str, Any]) -> str | None:

@@ -12,6 +12,7 @@ import re
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 from quire.errors import RequestError
@@ -23,7 +24,7 @@ ToolChoice = str | Mapping[str, Any]
 _DEEPEST = 64  # values within values
 
 
-class Unfinished(Exception):  # noqa: N818: it is no error
+class Unfinished(Exception):
     """More text belongs to this call."""
 
 
@@ -44,8 +45,8 @@ class Tools:
 
     def is_text(self, tool: str, parameter: str) -> bool:
         """Whether a parameter takes a text, and so nothing but that."""
-        properties = self.schemas.get(tool, {}).get("properties") or {}
-        return bool((properties.get(parameter) or {}).get("type") == "string")
+        one = (self.schemas.get(tool, {}).get("properties") or {}).get(parameter)
+        return isinstance(one, Mapping) and one.get("type") == "string"
 
 
 def chosen_tool(choice: ToolChoice) -> tuple[str, str | None]:
@@ -87,9 +88,25 @@ def tools_of(tools: object) -> tuple[list[dict[str, Any]], Tools]:
             raise RequestError(
                 f"tools[{number}], {name!r:.80}, comes twice or has no JSON schema", "tools"
             )
+        if not _is_of_parameters(parameters):
+            raise RequestError(
+                f"the parameters of tools[{number}], {name!r:.80}, are no JSON schema: "
+                "'properties' has a schema for each name, and 'required' is a list of names",
+                "tools",
+            )  # fmt: skip
         schemas[name] = parameters
         listed.append({"type": "function", "function": dict(function)})
     return listed, Tools(schemas)
+
+
+def _is_of_parameters(schema: Mapping[str, Any]) -> bool:
+    properties, required = schema.get("properties") or {}, schema.get("required") or []
+    return (
+        isinstance(properties, Mapping)
+        and all(isinstance(one, (Mapping, bool, NoneType)) for one in properties.values())
+        and isinstance(required, (list, tuple))
+        and all(isinstance(name, str) for name in required)
+    )
 
 
 def tool_call(name: object, arguments: object, id: object = None) -> ToolCall | None:

@@ -174,17 +174,35 @@ def test_a_form_is_that_of_answers_and_not_of_calls(
     assert made["output"][0]["type"] == "function_call"
 
 
-def test_tools_may_be_called_instead_of_an_answer_of_a_form(rig: Rig) -> None:
+@pytest.mark.parametrize("odd", [{}, {"uniqueItems": True, "not": {}, "$ref": "#/nowhere"}])
+def test_tools_may_be_called_instead_of_an_answer_of_a_form(
+    rig: Rig, odd: dict[str, object]
+) -> None:
+    """Whatever their schemas say: nobody asked that calls be held to them."""
+    part = {"type": "function", "function": {"name": "part", "parameters": {
+        "properties": {"number": {"type": "integer", **odd}}, **odd}}}  # fmt: skip
     said = {"type": "json_schema", "json_schema": {"name": "mood", "schema": SCHEMA}}
-    body = {"tools": [PART], "max_tokens": 200, "response_format": said}
+    body = {"tools": [part], "max_tokens": 200, "response_format": said}
     call, answer = (
-        rig.chat("hi", **body, logit_bias={str(rig.llm.encode(first, False)[0]): 100})["choices"][0]
-        for first in ("<", "{")
+        rig.chat("hi", **body, logit_bias={str(rig.llm.encode(one, False)[0]): 100 for one in to})[
+            "choices"
+        ][0]
+        for to in ("<}", "{")
     )
     assert call["finish_reason"] == "tool_calls" and answer["finish_reason"] == "stop"
-    checked(call["message"]["tool_calls"][0], "part")
+    (made,) = call["message"]["tool_calls"]
+    assert made["function"]["name"] == "part"
+    assert isinstance(json.loads(made["function"]["arguments"]), dict)
     assert json.loads(answer["message"]["content"])["mood"] in ("good", "bad")
     assert "tool_calls" not in answer["message"]
+
+
+def test_schemas_that_are_none_are_refused(rig: Rig) -> None:
+    for odd in ({"properties": [1]}, {"properties": {"a": 3}}, {"required": 5}):
+        tool = {"type": "function", "function": {"name": "odd", "parameters": odd}}
+        for more in ({}, {"tool_choice": "required"}, {"response_format": {"type": "json_object"}}):
+            error = rig.refused(400, CHAT, messages=turns("hi"), tools=[tool], **more)
+            assert "odd" in error["message"]
 
 
 def test_ollamas_clients_are_told_what_a_model_can_do(rig: Rig) -> None:

@@ -169,6 +169,15 @@ def cut_texts(draw: st.DrawFn) -> tuple[str, list[str]]:
 
 @settings(max_examples=200, deadline=None)
 @given(cut_texts())
+def test_parts_of_an_answer_are_joined_at_once_or_one_by_one(sample: tuple[str, list[str]]) -> None:
+    name, pieces = sample
+    reader = style(name).reader(tools())
+    parts = [*map(reader.feed, pieces), reader.close()]
+    assert Answer.of(parts) == sum(parts, Answer())
+
+
+@settings(max_examples=200, deadline=None)
+@given(cut_texts())
 def test_any_cutting_gives_the_same(sample: tuple[str, list[str]]) -> None:
     name, pieces = sample
     assert read(name, pieces) == read(name, ["".join(pieces)])
@@ -205,7 +214,14 @@ def test_long_rubbish_is_read_in_time() -> None:
 ODD_TOOLS = ["x", 3, [3], [{"type": "function"}], [{"name": ""}], [{"name": "a"}] * 2]
 
 
-@pytest.mark.parametrize("odd", [*ODD_TOOLS, [{"name": "a", "parameters": 3}]])
+ODD_SCHEMAS = [
+    3, {"properties": [1]}, {"properties": {"a": 3}}, {"required": 5}, {"required": [1]},
+    {"required": "a"},
+]  # fmt: skip
+ODD_TOOLS += [[{"name": "a", "parameters": odd}] for odd in ODD_SCHEMAS]
+
+
+@pytest.mark.parametrize("odd", ODD_TOOLS)
 def test_odd_tools_are_refused(odd: object) -> None:
     with pytest.raises(RequestError, match="tools"):
         tools_of(odd)
@@ -261,10 +277,15 @@ class Bytes:
 CONSTRAINER = Constrainer(Bytes())
 
 
-def takes(name: str, text: str, thinking: bool = False, choice: str | None = None) -> bool:
+def takes(
+    name: str, text: str, thinking: bool = False, choice: str | None = None, held: bool = True,
+    wanted: Tools | None = None,
+) -> bool:  # fmt: skip
     """Whether a text is what a model must write."""
-    wanted = tools().named(choice) if choice else tools()
-    grammar = call_grammar(style(name), wanted, Bytes().special, thinking, many=choice is None)
+    wanted = wanted or (tools().named(choice) if choice else tools())
+    grammar = call_grammar(
+        style(name), wanted, Bytes().special, thinking, many=choice is None, held=held
+    )
     matcher = CONSTRAINER.compile(grammar)._matcher
     return all(map(matcher.consume_token, Bytes().encode(text))) and matcher.is_accepting()
 
@@ -297,6 +318,43 @@ def test_nothing_else_can_be_written(name: str) -> None:
         written.replace("city", "town"), written[:-1] + "!", "Hello", "",
     ):  # fmt: skip
         assert not takes(name, wrong), wrong
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_arguments_that_are_not_held_to_their_schemas_are_any(name: str) -> None:
+    """A schema may say what no grammar can, and tools may still be called beside a form."""
+    odd = {"properties": {"city": {"not": {}, "pattern": "(?!a)", "$ref": "#/nowhere"}},
+           "uniqueItems": True, "if": {}, "propertyNames": {"pattern": "^c"}}  # fmt: skip
+    wanted = tools_of([{"name": one, "parameters": odd} for one in ("weather", "now")])[1]
+
+    def free(text: str) -> bool:
+        return takes(name, text, held=False, wanted=wanted)
+
+    written = CALLED[name]
+    three = written.replace("days", "nights").replace("2", "3")
+    for text in (written, three, three.replace("3", "true")):
+        assert free(text), text
+        assert [call.name for call in read(name, [text]).tool_calls] == ["weather"]
+    for wrong in (written.replace("weather", "wetter"), written[:-1] + "!", "Hello", ""):
+        assert not free(wrong), wrong
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_call_without_arguments_is_one(name: str) -> None:
+    none = re.sub(r'<parameter.*(?=</function)|city.*?2(?=[})])|(?<={)"city": "Rome", "days": 2',
+                  "", CALLED[name], flags=re.S)  # fmt: skip
+    assert takes(name, none, held=False) and meant(read(name, [none])) == [("weather", {})]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_schemas_that_multiply_are_refused_before_they_do(name: str) -> None:
+    shared = {"$defs": {"long": {"enum": ["x" * 40_000]}}}
+    several = {"properties": {f"p{i}": {"type": "integer"} for i in range(2000)}, **shared}
+    wanted = tools_of([{"name": f"tool{i}", "parameters": several} for i in range(9)])[1]
+    with pytest.raises(RequestError, match="too long") as refused:
+        call_grammar(style(name), wanted, Bytes().special)
+    assert refused.value.param == "tools"
+    assert len(call_grammar(style(name), wanted, Bytes().special, held=False).text) < 10_000
 
 
 def test_reasoning_may_come_before_a_call() -> None:

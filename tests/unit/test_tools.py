@@ -60,9 +60,8 @@ def test_a_constraint_is_for_answers(llm: quire.LLM) -> None:
     )
     assert forced.tool_calls
     may = llm.chat_prompt(HI, TOOLS).only(quire.Regex("a"))
-    assert isinstance(may, Behind) and may.instead == llm.chat_prompt(HI, TOOLS, "required").only(
-        None
-    )
+    assert isinstance(may, Behind) and may.instead is not None
+    assert "greet" in may.instead.text and "mood" not in may.instead.text  # any arguments
     assert llm.chat_prompt(HI, TOOLS, "none").only(quire.Regex("a")) == quire.Regex("a")
     assert not style_of("<|python_tag|>").marks_calls  # both begin with a brace
 
