@@ -191,7 +191,7 @@ class _Answer:
                 going -= delta.finish_reason is not None
                 choice = await self._choice(delta.choice, text, logprobs, delta.finish_reason)
                 end = self._end(usage=False) if not going and not usage else {}
-                told = {"choices": [choice], **usage, **watched.token(), **end}
+                told = {"choices": [choice], **usage, **watched.token(delta.choice), **end}
                 yield event({**self._head, **told})
             if self._body.wants_usage:
                 yield event({**self._head, "choices": [], **self._end()})

@@ -19,10 +19,19 @@ DEFAULTS = Sampling(temperature=0.8, top_k=40, top_p=0.95, min_p=0.05, max_token
 """How tokens are chosen where a client of `/completion` does not say."""
 
 
+_MOST_BIASES = 1 << 16
+
+
 def settings_of(run: Run) -> dict[str, Any]:
-    """How a request's tokens are chosen."""
-    ends = run.llm.engine.end_ids if run.ask.sampling.ignore_eos else ()
-    return _told(run.ask.sampling, run.ask.stop, ends)
+    """How a request's tokens are chosen, as each of its answers says, which may be thousands.
+
+    Biases are left out where there would be too many of them in all.
+    """
+    chosen = run.ask.sampling
+    if len(chosen.logit_bias) * run.choices > _MOST_BIASES:
+        chosen = chosen.replace(logit_bias={})
+    ends = run.llm.engine.end_ids if chosen.ignore_eos else ()
+    return _told(chosen, run.ask.stop, ends)
 
 
 def _told(chosen: Sampling, stop: Iterable[str], never: Iterable[int]) -> dict[str, Any]:
@@ -71,10 +80,11 @@ async def slots(request: Request) -> Response:
     state: State = request.app.state.quire
     told: list[dict[str, Any]] = []
     for run in state.runs:
+        settings = settings_of(run)
         for job in run.jobs:
             told.append({
                 "id": len(told), "id_task": len(told), "n_ctx": run.llm.n_ctx,
-                "is_processing": not job.done, "params": settings_of(run),
+                "is_processing": not job.done, "params": settings,
                 "prompt_tokens": job.prompt_tokens, "next_token": [_next(job)],
             })  # fmt: skip
     n_ctx = await state.models.context(state.models.default)

@@ -212,7 +212,7 @@ async def _events(turn: Turn, body: LlamaBody) -> AsyncGenerator[bytes, None]:
                     "index": at, "content": delta.text, "tokens": delta.token_ids, "stop": False,
                     "id_slot": -1, "tokens_predicted": len(job.token_ids),
                     "tokens_evaluated": job.prompt_tokens,
-                    **await _probabilities(run, delta.logprobs), **watched.token(),
+                    **await _probabilities(run, delta.logprobs), **watched.token(at),
                 })  # fmt: skip
             if delta.finish_reason:
                 yield event(await _end(run, body, at, "", []))
@@ -238,7 +238,7 @@ async def _end(run: Run, body: LlamaBody, at: int, text: str, tokens: list[int])
         "tokens_predicted": len(job.token_ids), "tokens_evaluated": job.prompt_tokens,
         "tokens_cached": job.sequence.cached,
         "prompt": await in_thread(llm.decode, run.ask.prompts[at]),
-        "truncated": _cut_off(run, at), "has_new_line": "\n" in text,
+        "truncated": _cut_off(run, at), "has_new_line": "\n" in job.text,
         "stop_type": kind, "stopping_word": word or "", "generation_settings": settings_of(run),
         "timings": timings([job], [job]), "memory": memory([job]),
     }  # fmt: skip

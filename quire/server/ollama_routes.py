@@ -249,11 +249,10 @@ async def _logprobs(run: Run, logprobs: list[TokenLogprob]) -> dict[str, Any]:
 
 
 async def _whole(run: Run, form: Any) -> dict[str, Any]:
-    said, finish, logprobs = Answer(), "stop", []
-    async for part in _parts(run):
-        said, finish = said + part.answer, part.finish_reason or finish
-        logprobs += part.logprobs
-    return {**_head(run), **form(said), **_end(run, finish), **await _logprobs(run, logprobs)}
+    said = [part async for part in _parts(run)]
+    logprobs = await _logprobs(run, [one for part in said for one in part.logprobs])
+    answer = Answer.of([part.answer for part in said])
+    return {**_head(run), **form(answer), **_end(run, said[-1].finish_reason or "stop"), **logprobs}
 
 
 async def _lines(turn: Turn, form: Any) -> AsyncGenerator[bytes, None]:

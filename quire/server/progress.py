@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from quire.server.run import Run
-from quire.server.timings import speed
+from quire.server.timings import speed, timings
 
 _EVERY_S = 0.03
 
@@ -52,6 +52,7 @@ class Watched:
         prompt = speed("prompt", n, n, ms if n else 0.0)
         return {"timings": {"cache_n": cached, **prompt, **speed("predicted", 0, 0, 0.0)}}
 
-    def token(self) -> dict[str, Any]:
-        """What is told with each piece of an answer."""
-        return {"timings": self._run.timings()} if self._timings else {}
+    def token(self, choice: int) -> dict[str, Any]:
+        """What is told with each piece of an answer, of that one: there may be thousands."""
+        job = self._run.jobs[choice]
+        return {"timings": timings([job], [job])} if self._timings else {}

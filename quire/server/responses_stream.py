@@ -54,11 +54,11 @@ class ResponseWriter:
             async for part in spoken(self._run, self._one_call):
                 self._finish = part.finish_reason or self._finish
                 for kind, fields in self._take(part.answer):
-                    yield self._event(kind, **fields, **self._watched.token())
+                    yield self._event(kind, **fields, **self._watched.token(0))
             for kind, fields in self._close(self._status):
                 yield self._event(kind, **fields)
             ended = self._ended()
-            yield self._event(ended["status"], response=ended, **self._watched.token())
+            yield self._event(ended["status"], response=ended, **self._watched.token(0))
         except Exception as error:
             told = self._state.told(error)
             failure = {"code": told.code or told.type, "message": told.message}

@@ -128,8 +128,9 @@ class ServedSession:
 
     def free_mark(self) -> str:
         """A name for the next mark, counted among those that clients see."""
-        number = len(self.marks) + 1
-        while f"mark-{number}" in self.marks:
+        marks = self.marks
+        number = len(marks) + 1
+        while f"mark-{number}" in marks:
             number += 1
         return f"mark-{number}"
 

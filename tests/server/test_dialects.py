@@ -327,6 +327,35 @@ def test_the_progress_of_a_prompt_and_the_speed_of_an_answer(rig: Rig, path: str
     assert not any("prompt_progress" in one for one in plain if one != "[DONE]")
 
 
+@pytest.mark.parametrize("path", ["/completion", "/v1/completions"])
+def test_each_of_several_answers_has_its_own_speed(rig: Rig, path: str) -> None:
+    """There may be thousands, and each piece would tell of them all."""
+    events = rig.events(path, prompt=["a", "b", "c"], max_tokens=6, n_predict=6, ignore_eos=True,
+                        timings_per_token=True)  # fmt: skip
+    told = [one["timings"]["predicted_n"] for one in events if "timings" in one]
+    ended = told.pop() if path.startswith("/v1") else None  # of all of them
+    assert set(told) <= set(range(1, 7)) and max(told) == 6 and ended in (18, None)
+
+
+def test_a_stream_ends_with_whether_there_was_a_new_line(rig: Rig) -> None:
+    for first, there in (("\n", True), ("a", False)):
+        (id,) = rig.llm.encode(first, False)
+        body = {"prompt": "a", "n_predict": 3, "logit_bias": [[id, 100]]}
+        whole, ended = rig.post("/completion", **body), rig.events("/completion", **body)[-1]
+        assert whole["has_new_line"] == ended["has_new_line"] == there
+
+
+def test_settings_are_not_told_a_million_times(rig: Rig) -> None:
+    biases = [[id, 0.5] for id in range(300, 500)]
+    few, many = (
+        rig.http.post("/completion", json={
+            "prompt": [[300]] * n, "n_predict": 1, "logit_bias": biases,
+        }) for n in (2, 400)
+    )  # fmt: skip
+    assert len(few.json()[1]["generation_settings"]["logit_bias"]) == len(biases)
+    assert len(many.json()) == 400 and len(many.content) < 2 << 20
+
+
 def test_the_progress_of_a_prompt_ends_with_its_run() -> None:
     """Whoever is cut off, or whose engine fails, waits for no tokens."""
     sequence = SimpleNamespace(cached=0, computed=0)
