@@ -162,9 +162,9 @@ async def beside_a_prompt(url: str) -> dict[str, float]:
     return {"longest_gap_s": max(gaps), "share_of_alone": share, "prompt_first_s": other.first}
 
 
-async def cached(url: str) -> dict[str, float]:
+async def cached(url: str, words: int) -> dict[str, float]:
     """Sixteen clients whose prompts begin the same, which was computed before."""
-    shared = prompt(600, 77)
+    shared = prompt(words, 77)
     cold = await ask(url, shared, 1)
     tails = (f"{shared} {prompt(8, 500 + i)}" for i in range(16))
     streams = await asyncio.gather(*(ask(url, tail, 16) for tail in tails))
@@ -187,7 +187,8 @@ async def beside_a_peer(url: str, tokens: int, pid: int) -> dict[str, Any]:
         "8 clients": lambda: crowd(url, 8, 100, tokens),
         "beside a prompt": lambda: beside_a_prompt(url),
         "after 8 left": lambda: after_leaving(url),
-        "cached prefix": lambda: cached(url),
+        "cached prefix": lambda: cached(url, 600),
+        "long cached prefix": lambda: cached(url, 1950),
         "32 clients": lambda: crowd(url, 32, 100, tokens),
     }
     await ask(url, "Hello", 8)

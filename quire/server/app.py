@@ -35,8 +35,19 @@ Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 def routes() -> list[Route]:
-    """Every path there is; most of OpenAI's are there without /v1 too."""
-    made = [
+    """Every path there is; most of OpenAI's are there without /v1 too.
+
+    They are tried in this order, so what is asked most is first.
+    """
+    made: list[Route] = []
+    for prefix in ("/v1", ""):
+        made += [
+            _route("GET", f"{prefix}/models", about_routes.models),
+            _route("GET", f"{prefix}/models/{{id:path}}", about_routes.model),
+            _route("POST", f"{prefix}/completions", completions_routes.completions),
+            _route("POST", f"{prefix}/chat/completions", chat_routes.chat),
+        ]
+    made += [
         _route("GET", "/health", about_routes.ready),
         _route("GET", "/readyz", about_routes.ready),
         _route("GET", "/livez", about_routes.live),
@@ -55,13 +66,6 @@ def routes() -> list[Route]:
     for verb in ("append", "fork", "checkpoint", "rewind", "save"):
         handler: Handler = getattr(session_routes, verb)
         made.append(_route("POST", f"/v1/sessions/{{id}}/{verb}", handler))
-    for prefix in ("/v1", ""):
-        made += [
-            _route("GET", f"{prefix}/models", about_routes.models),
-            _route("GET", f"{prefix}/models/{{id:path}}", about_routes.model),
-            _route("POST", f"{prefix}/completions", completions_routes.completions),
-            _route("POST", f"{prefix}/chat/completions", chat_routes.chat),
-        ]
     made += other_routes()
     made.append(_route("GET", "/openapi.json", openapi.endpoint(made)))
     return made + page_routes()

@@ -99,10 +99,6 @@ class Protocol(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         """The head has to come soon."""
         super().connection_made(transport)
-        listening = transport.get_extra_info("socket")
-        if listening is not None and listening.family in (socket.AF_INET, socket.AF_INET6):
-            # A token is a small packet, and must not wait until the last one was acknowledged.
-            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.conn = _Connection(h11.SERVER, _MOST_HEAD)
         self._set_deadline(HEAD_S)
 

@@ -138,7 +138,11 @@ def serve(settings: ServeSettings, ready: Callable[[str], None] = lambda url: No
 def _listening(settings: ServeSettings) -> socket.socket:
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
-        return socket.create_server((settings.host, settings.port), family=family, backlog=1024)
+        sock = socket.create_server((settings.host, settings.port), family=family, backlog=1024)
+        # A token is a small packet, and must not wait until the last one was acknowledged; what
+        # is set here holds for every connection.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return sock
     except (OSError, OverflowError) as error:
         raise RequestError(
             f"cannot listen on {settings.host}, port {settings.port}: {error}; "
