@@ -273,7 +273,7 @@ class Sessions:
         """Closes a session for good: it is not opened again because somebody names it."""
         self._deleted[session.id] = None  # first: its file is there while its pages are given back
         await self.close(session)
-        if session.kept is False:
+        if session.kept is False and session.id in self._deleted:  # nobody has opened it since
             await asyncio.to_thread(self.path(session.id).unlink, missing_ok=True)
         while len(self._deleted) > _REMEMBERED:
             del self._deleted[next(iter(self._deleted))]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -143,6 +145,24 @@ def test_no_new_session_takes_a_name_that_is_being_written(
         assert saved.result()["name"] == "kept"
 
 
+@contextmanager
+def slow_to_close(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Sessions that are closed are so only when the block is left; the event: one is."""
+    closing, end, real = threading.Event(), threading.Event(), Session.close
+
+    def close(self: Session) -> None:
+        closing.set()
+        assert end.wait(20)
+        real(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Session, "close", close)
+        try:
+            yield closing
+        finally:
+            end.set()
+
+
 def test_a_session_that_is_being_deleted_is_not_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,21 +170,28 @@ def test_a_session_that_is_being_deleted_is_not_opened(
     with serving(tmp_path, save_sessions="turn") as rig, ThreadPoolExecutor() as pool:
         rig.post("/v1/sessions", id="own", prompt=STORY)
         go_on(rig, "own")
-        closing, end, real = threading.Event(), threading.Event(), Session.close
-
-        def close(self: Session) -> None:
-            closing.set()
-            assert end.wait(20)
-            real(self)
-
-        monkeypatch.setattr(Session, "close", close)
-        deleted = pool.submit(rig.http.delete, "/v1/sessions/own")
-        assert closing.wait(20)
-        meanwhile = rig.http.get("/v1/sessions/own")
-        end.set()
+        with slow_to_close(monkeypatch) as closing:
+            deleted = pool.submit(rig.http.delete, "/v1/sessions/own")
+            assert closing.wait(20)
+            meanwhile = rig.http.get("/v1/sessions/own")
         assert meanwhile.status_code == 404
         assert deleted.result().json()["deleted"]
         assert rig.http.get("/v1/sessions/own").status_code == 404 and rig.pages() == 0
+
+
+def test_who_opens_a_file_keeps_it_though_its_session_is_being_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(tmp_path, save_sessions="turn") as rig, ThreadPoolExecutor() as pool:
+        rig.post("/v1/sessions", id="own", prompt=STORY)
+        go_on(rig, "own")
+        with slow_to_close(monkeypatch) as closing:
+            deleted = pool.submit(rig.http.delete, "/v1/sessions/own")
+            assert closing.wait(20)
+            opened = rig.post("/v1/sessions", open="own", id="own")
+        assert deleted.result().json()["deleted"]
+        assert rig.http.get("/v1/sessions/own").json()["position"] == opened["position"]
+        assert (rig.state.sessions.folder / "own.quire").is_file()
 
 
 @pytest.mark.parametrize("deed", ["rewind", "save"])
