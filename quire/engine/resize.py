@@ -36,13 +36,10 @@ def resize(engine: Engine, limits: Mapping[Budget, int], settings: ContextSettin
                 f"a budget of {by_whole[device.budget.whole]:,} bytes is more than the {most:,} "
                 f"that {device.name} has"
             )
-    try:
-        room = _room_of_one(engine, by_whole, settings)
-    except BudgetError:  # before anybody gives anything up that would be missed
-        others = [one for budget in by_whole for one in budget.lenders if one is not engine.room]
-        if not any([one.trim() for one in (engine.room, *others)]):
-            raise
-        room = _room_of_one(engine, by_whole, settings)
+    others = [one for budget in by_whole for one in budget.lenders if one is not engine.room]
+    for one in (engine.room, *others):  # what the last step computed in says nothing of the next
+        one.trim()
+    room = _room_of_one(engine, by_whole, settings)  # before anybody gives up what is missed
     _reclaim(by_whole)
     engine.room.make(lambda: _within(by_whole), None, Rank.RUNNING)
     _reclaim(by_whole)  # what others gave way to may be idle now

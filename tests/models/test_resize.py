@@ -107,6 +107,7 @@ def test_what_goes_first(tmp_path: Path) -> None:
         session = llm.session()
         session.append([7] * 64)
         wanted = session.logits()
+        llm.engine.room.trim()  # nobody would miss that
         cached, used = llm.engine.memory.cached_bytes, llm.budget.used
         assert cached > 0
         llm.resize(used - 1)
@@ -116,7 +117,6 @@ def test_what_goes_first(tmp_path: Path) -> None:
         llm.engine.room._seconds_per_token = lambda: 1e6
         llm.resize(llm.budget.used - 1)
         assert llm.engine.memory.cached_bytes == 0
-        llm.resize(llm.budget.used - 1)
         found = llm.memory.as_dict()["preemption"]
         assert found["parked"] == 1 and session.sequence.status.value == "parked" and pages
         with pytest.raises(BudgetError, match=r"cannot become .* stay .* takes .* pass at least"):
@@ -173,6 +173,18 @@ def test_from_any_thread_while_streams_run(tmp_path: Path) -> None:
             stop.set()
             thread.join()
         llm.memory.audit()
+
+
+def test_what_lies_idle_takes_nothing_from_a_context(tmp_path: Path) -> None:
+    """A large step leaves what it computed in; a context that nobody fixed is no shorter for it."""
+    tiny.write(tmp_path / "m.gguf", tiny.Tiny())
+    with quire.load(tmp_path / "m.gguf", threads=1) as llm:
+        trained = llm.n_ctx
+        llm.generate([[i] * 40 for i in range(10, 18)], max_tokens=1)
+        held = llm.budget.breakdown
+        assert held["compute"] > 300_000  # where all of the context takes less
+        llm.resize(held["weights"] + held["compute"] + 10_000)
+        assert llm.n_ctx == trained
 
 
 def test_two_models_on_one_budget(tmp_path: Path) -> None:
