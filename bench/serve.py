@@ -141,7 +141,7 @@ def rows(found: dict[str, Any]) -> list[Row]:
     row("a reader's longest gap beside a prompt, s", beside, "longest_gap_s", 0.12)
     row("its speed meanwhile, share of alone", beside, "share_of_alone", -0.4)
     row("16 on a cached prefix of 1,100, p99 by cold", "cached prefix", "ratio", 0.3)
-    row("16 on one of 3,100, p99 by cold", "long cached prefix", "ratio", 0.3)
+    row("16 on a cached prefix of 3,100, p99 by cold", "long cached prefix", "ratio", 0.3)
     row("newcomer after 8 left, first token, s", "after 8 left", "newcomer_first_s", 0.25)
     for state in ours["left"]:
         row(f"idle after a client left ({state}), s", "left", state, 0.3)

@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from quire.errors import RequestError
-from quire.server import settings
+from quire.server import serving, settings
 from quire.server.settings import ServeSettings
 from tests.server.rig import DENSE, turns
 
@@ -288,3 +288,17 @@ def test_nothing_is_fetched_for_a_server_that_may_not_be(tmp_path: Path) -> None
     ended = subprocess.run(command, env=surroundings, capture_output=True, text=True, timeout=30)
     assert ended.returncode == 1 and "--api-key" in ended.stderr
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_tokens_do_not_wait_until_earlier_ones_are_acknowledged(host: str) -> None:
+    try:
+        listening = serving._listening(ServeSettings(host=host, port=0))
+    except RequestError:
+        pytest.skip(f"there is no {host} here")
+    with (
+        listening,
+        socket.create_connection(listening.getsockname()[:2]),
+        listening.accept()[0] as connection,
+    ):
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

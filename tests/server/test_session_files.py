@@ -146,8 +146,13 @@ def test_no_new_session_takes_a_name_that_is_being_written(
 
 
 @contextmanager
-def slow_to_close(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Sessions that are closed are so only when the block is left; the event: one is."""
+def deleting(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Meanwhile a session `own` is being deleted, afterwards it is.
+
+    Its pages are given back between two steps, and its file is there until then.
+    """
+    rig.post("/v1/sessions", id="own", prompt=STORY)
+    go_on(rig, "own")
     closing, end, real = threading.Event(), threading.Event(), Session.close
 
     def close(self: Session) -> None:
@@ -155,43 +160,34 @@ def slow_to_close(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
         assert end.wait(20)
         real(self)
 
-    with monkeypatch.context() as patched:
+    with monkeypatch.context() as patched, ThreadPoolExecutor() as pool:
         patched.setattr(Session, "close", close)
+        deleted = pool.submit(rig.http.delete, "/v1/sessions/own")
         try:
-            yield closing
+            assert closing.wait(20)
+            yield
         finally:
             end.set()
+        assert deleted.result().json()["deleted"]
 
 
 def test_a_session_that_is_being_deleted_is_not_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its pages are given back between two steps, and its file is there until then."""
-    with serving(tmp_path, save_sessions="turn") as rig, ThreadPoolExecutor() as pool:
-        rig.post("/v1/sessions", id="own", prompt=STORY)
-        go_on(rig, "own")
-        with slow_to_close(monkeypatch) as closing:
-            deleted = pool.submit(rig.http.delete, "/v1/sessions/own")
-            assert closing.wait(20)
-            meanwhile = rig.http.get("/v1/sessions/own")
-        assert meanwhile.status_code == 404
-        assert deleted.result().json()["deleted"]
+    with serving(tmp_path, save_sessions="turn") as rig:
+        with deleting(rig, monkeypatch):
+            assert rig.http.get("/v1/sessions/own").status_code == 404
         assert rig.http.get("/v1/sessions/own").status_code == 404 and rig.pages() == 0
 
 
 def test_who_opens_a_file_keeps_it_though_its_session_is_being_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serving(tmp_path, save_sessions="turn") as rig, ThreadPoolExecutor() as pool:
-        rig.post("/v1/sessions", id="own", prompt=STORY)
-        go_on(rig, "own")
-        with slow_to_close(monkeypatch) as closing:
-            deleted = pool.submit(rig.http.delete, "/v1/sessions/own")
-            assert closing.wait(20)
+    with serving(tmp_path, save_sessions="turn") as rig:
+        with deleting(rig, monkeypatch):
             opened = rig.post("/v1/sessions", open="own", id="own")
-        assert deleted.result().json()["deleted"]
         assert rig.http.get("/v1/sessions/own").json()["position"] == opened["position"]
-        assert (rig.state.sessions.folder / "own.quire").is_file()
+        assert (tmp_path / "own.quire").is_file()
 
 
 @pytest.mark.parametrize("deed", ["rewind", "save"])
